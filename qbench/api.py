@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -55,28 +55,22 @@ def evaluate(
     quantizers: str | Sequence[str],
     tasks: str | Sequence[str],
     *,
-    data: str | Path | None = None,
-    definitions: str | Path | None = None,
-    limit: int | None = None,
-    calibration: str | Path | None = None,
     out: str | Path | None = None,
     device: str | None = None,
+    **options: Any,
 ) -> Results:
     """Quantize a model, score it and return the results: ``.verdict``, ``.damage``, ``.documents``
     and ``.plot()``.
 
-    ``path_or_mapping`` is a folder or hub id, or a mapping of names to these; other arguments are
-    the options of ``qbench run``. An unquantized column is added if ``quantizers`` has none.
-    Finished cells in the folder ``out`` (default: results/NAME) are reused. Raises QbenchError for
-    what cannot work.
+    ``path_or_mapping`` is a folder or hub id, or a mapping of names to these; ``options`` are
+    those of ``Overrides``, as of ``qbench run``: data, limit, calibration and more. An unquantized
+    column is added if ``quantizers`` has none. Finished cells in the folder ``out`` (default:
+    results/NAME) are reused. Raises QbenchError for what cannot work.
     """
     checkpoints = path_or_mapping
     if isinstance(checkpoints, str | Path):
         checkpoints = {label_of(Path(checkpoints).resolve().name): checkpoints}
-    given = Overrides(
-        checkpoints=checkpoints, quantizers=quantizers, tasks=tasks, data=data, limit=limit,
-        definitions=definitions, calibration=calibration,
-    )  # fmt: skip
+    given = Overrides(checkpoints=checkpoints, quantizers=quantizers, tasks=tasks, **options)
     recipe = Recipe.load(None, given)
     if line := added_column(recipe, given):
         print(line, file=sys.stderr)
@@ -146,23 +140,14 @@ def load_records(folder: str | Path) -> pd.DataFrame:
     """
     rows = [
         (
-            record.checkpoint,
-            record.quantizer,
-            record.method,
-            record.precision.name,
-            record.normalizer,
-            score.task,
-            score.metric,
-            score.value,
-            score.stderr,
-            score.documents,
-            score.higher_is_better,
-            record.audit.bits_per_weight if record.audit else None,
-            record.key,
+            record.checkpoint, record.quantizer, record.method, record.precision.name,
+            record.normalizer, score.task, score.metric, score.value, score.stderr,
+            score.documents, score.higher_is_better,
+            record.audit.bits_per_weight if record.audit else None, record.key,
         )
         for record in Store(Path(folder)).records()
         for score in (*record.scores, *record.groups)
-    ]
+    ]  # fmt: skip
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 

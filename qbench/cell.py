@@ -141,7 +141,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     """Return the cell's model on the plan's device, not yet quantized unless it was published so,
     and its tokenizer.
     """
-    weights = cell.quantization.weights
+    weights, tokenizer = cell.quantization.weights, load_tokenizer(cell.checkpoint)
     if cell.runtime == "lm-eval":
         model = external_model(weights.model, weights.args)
     elif cell.runtime == "llama.cpp":
@@ -155,7 +155,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     else:
         fallback = plan.recipe.evaluation.attention == "auto"
         model = load_copy(cell, plan.device, fallback=fallback)
-    return model, load_tokenizer(cell.checkpoint)
+    return model, tokenizer
 
 
 def load_copy(cell: Cell, device: str, *, fallback: bool) -> PreTrainedModel:

@@ -156,24 +156,14 @@ def _filter(metric: str) -> str:
     return metric.partition(" [")[2].removesuffix("]") or "none"
 
 
-def write_model_card(
-    store: Store, record: Record, folder: Path, comparison: Comparison | None = None
-) -> list[Path]:
-    """Write ``<checkpoint>__<quantizer>.md`` below ``folder``; its head belongs into the README.md
-    of the model's repository."""
-    path = folder / f"{record.checkpoint}__{record.quantizer}.md"
-    hub_id = store.manifest().hub_ids.get(record.checkpoint)
-    write_atomically(path, card(record, hub_id, comparison).encode())
-    return [path]
-
-
 def card(
     record: Record,
     hub_id: str | None = None,
     comparison: Comparison | None = None,
     more: Sequence[str] = (),
 ) -> str:
-    """Return a model card: evaluation results and ``base_model``, the hub id, as YAML; with a
+    """Return a model card, whose head belongs into the README.md of the model's repository:
+    evaluation results and ``base_model``, the hub id, as YAML; with a
     ``comparison`` what was measured, the verdict and the losses with their intervals; the lines
     ``more``; a table of the scores."""
     results, scores = [], (*record.scores, *record.groups)
@@ -242,25 +232,23 @@ def _definition(task: str) -> dict[str, Any]:
         return {}
 
 
-def write_archive(store: Store, folder: Path) -> list[Path]:
-    """Write all runs, records and analyses of the results folder to ``folder/records.tar.xz``.
-
-    Raises DamagedError if a record of the manifest, or a table of one, is damaged.
-    """
-    for record in store.records():
-        for name in record.files:
-            store.payload(record, name)
-    pack(store.directory, store.directory.rglob("*"), folder / ARCHIVE)
-    return [folder / ARCHIVE]
-
-
 def export(store: Store, to: str, folder: Path) -> list[Path]:
-    """Write every finished cell below ``folder`` in the format ``to``, lm-eval or model-card, or
-    with "archive" the whole results folder as one file; return the paths."""
+    """Write every finished cell below ``folder`` in the format ``to``, lm-eval or model-card; with
+    "archive" all runs, records and analyses of the results folder as ``records.tar.xz``; return the
+    paths. Raises DamagedError if a record of the manifest, or a table of one, is damaged."""
     if to == "archive":
-        return write_archive(store, folder)
+        for record in store.records():
+            for name in record.files:
+                store.payload(record, name)
+        pack(store.directory, store.directory.rglob("*"), folder / ARCHIVE)
+        return [folder / ARCHIVE]
     good = (record for record in store.records() if record.status == "ok")
     if to == "lm-eval":
         return [path for record in good for path in write_lm_eval(store, record, folder)]
-    comparison = compare(store)
-    return [path for record in good for path in write_model_card(store, record, folder, comparison)]
+    comparison, hub_ids = compare(store), store.manifest().hub_ids
+    paths = []
+    for record in good:
+        paths.append(folder / f"{record.checkpoint}__{record.quantizer}.md")
+        text = card(record, hub_ids.get(record.checkpoint), comparison)
+        write_atomically(paths[-1], text.encode())
+    return paths

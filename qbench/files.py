@@ -38,6 +38,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # a name that may become a folder
 PART = 1 << 20  # bytes per hash of ``digest_of_parts``
 LARGE = 16 * 2**20  # bytes; the digest of a smaller file is not kept
 SETTLED_SECONDS = 2.0  # a file may change again within the resolution of its time
+HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:63] or "localhost"
 TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1,10})\.tmp")
 
 
@@ -224,7 +225,7 @@ def write_page(out: Path, results: Any, table: str) -> list[Path]:
 
 def temporary(path: Path) -> Path:
     """Return where this process writes what then becomes ``path``."""
-    stem = f".{digest(os.fsencode(path.name))[:16]}.{_host()}."
+    stem = f".{digest(os.fsencode(path.name))[:16]}.{HOST}."
     return path.with_name(f"{stem}{os.getpid()}.tmp")
 
 
@@ -237,7 +238,7 @@ def clean_temporaries(folder: Path) -> list[Path]:
     removed = []
     for path in sorted(Path(folder).rglob(".*.tmp")):
         named = TEMPORARY.fullmatch(path.name)
-        if named and named["host"] == _host() and not psutil.pid_exists(int(named["process"])):
+        if named and named["host"] == HOST and not psutil.pid_exists(int(named["process"])):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             removed.append(path)
     return removed
@@ -261,10 +262,6 @@ def _try(folder: Path) -> None:
         folder = folder.parent
     with tempfile.TemporaryFile(dir=folder):
         pass
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:63] or "localhost"
 
 
 def kept_digest(path: Path, compute: Callable[[Path], str]) -> str:

@@ -61,8 +61,9 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
         if about.gated:  # its description is public, its files need a permission
             huggingface_hub.HfApi().auth_check(dataset, repo_type="dataset")
     except Exception as error:
-        if UNREACHABLE & _class_names(error) and (cached := _cached_commit(dataset, name)):
-            return cached
+        names = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
+        if UNREACHABLE & names and (copies := prepared_copies(dataset, name)):
+            return copies[-1].name
         raise DataError(f"the hub did not give the data set {dataset}: {reason(error)}") from error
     assert about.sha is not None, "the hub gives a commit for each repository"
     return about.sha
@@ -70,22 +71,14 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
 
 def is_hub_error(error: BaseException) -> bool:
     """Return whether ``error``, or an error that caused it, came from a library that downloads."""
-    return _of_hub(error) is not None
+    return any(type(cause).__module__.startswith(LIBRARIES) for cause in _causes(error))
 
 
 def reason(error: BaseException) -> str:
     """Return the class and the first line of the library's error that ``error`` is or hides."""
-    cause = _of_hub(error) or error
+    of_hub = (c for c in _causes(error) if type(c).__module__.startswith(LIBRARIES))
+    cause = next(of_hub, error)
     return f"{type(cause).__name__}: {first_line(cause)}"
-
-
-def _of_hub(error: BaseException) -> BaseException | None:
-    causes = list(_causes(error))
-    return next((c for c in causes if type(c).__module__.startswith(LIBRARIES)), None)
-
-
-def _class_names(error: BaseException) -> set[str]:
-    return {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
 
 
 def prepared_copies(dataset: str, name: str | None, commit: str = "*") -> list[Path]:
@@ -97,12 +90,6 @@ def prepared_copies(dataset: str, name: str | None, commit: str = "*") -> list[P
     copies = folder.glob(f"{name or 'default'}*/*/{commit}")
     complete = [path for path in copies if COMMIT.match(path.name)]
     return sorted(complete, key=lambda path: path.stat().st_mtime)
-
-
-def _cached_commit(dataset: str, name: str | None) -> str | None:
-    """Return the commit of the newest copy in the cache of ``datasets``; None if there is none."""
-    copies = prepared_copies(dataset, name)
-    return copies[-1].name if copies else None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

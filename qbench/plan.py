@@ -29,13 +29,12 @@ from qbench.checkpoints.find import (
     Shapes,
     choose_attention,
     end_shapes,
+    has_chat_template,
     has_other_matrices,
     linear_shapes,
     model_headers,
     moving_rope,
-    read_template,
     require_tokenizer,
-    template_problem,
 )
 from qbench.checkpoints.fla import in_transformers_words
 from qbench.errors import (
@@ -137,7 +136,11 @@ def find_copy(
         digest=copy.digest,
         folder=str(copy.folder),
         device=device,
-        ends_quantized=method == GGUF or _rounded_ends(copy),
+        ends_quantized=method == GGUF
+        or any(  # embeddings or LM head
+            ENDS.search(name) and "bias" not in name and header.dtype not in FLOATS
+            for name, header in copy.headers.items()
+        ),
         **counted,
     )
     return replace(config, weights=published), copy
@@ -209,12 +212,6 @@ def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, 
     }
 
 
-def _rounded_ends(copy: Checkpoint) -> bool:
-    """Return whether embeddings or LM head are stored in other than floating-point numbers."""
-    ends = [h for name, h in copy.headers.items() if ENDS.search(name) and "bias" not in name]
-    return any(header.dtype not in FLOATS for header in ends)
-
-
 def _difference(copy: Checkpoint, original: Checkpoint) -> str | None:
     """Return why ``copy`` is no quantized copy of ``original`` that can be scored with its
     tokenizer; None if it is one."""
@@ -234,18 +231,14 @@ def _difference(copy: Checkpoint, original: Checkpoint) -> str | None:
     theirs, ours = (checkpoint.folder / "tokenizer.json" for checkpoint in (copy, original))
     if not theirs.is_file() or (ours.is_file() and theirs.read_bytes() == ours.read_bytes()):
         return None
-    from qbench.checkpoints.tokenizer import other_rules, other_tokens  # imports transformers
+    from qbench.checkpoints.tokenizer import tokenizer_difference  # imports transformers
 
-    remedy = (
-        "who uses the copy gets other tokens than those that would be scored; take its tokenizer "
-        "files out of its folder to score its weights alone"
+    if (difference := tokenizer_difference(copy, original)) is None:
+        return None
+    return (
+        f"its tokenizer {difference}: who uses the copy gets other tokens than those that would be "
+        "scored; take its tokenizer files out of its folder to score its weights alone"
     )
-    if rules := other_rules(theirs, ours) if ours.is_file() else []:
-        return f"its tokenizer has other {some(rules)} than {original.source}'s: {remedy}"
-    if (other := other_tokens(copy, original)) is not None:
-        text, ids, expected = other
-        return f"its tokenizer makes {ids} of {text}, and {original.source}'s {expected}: {remedy}"
-    return None
 
 
 ONE_WAY: dict[Runtime, Mode] = {  # to score, whatever the recipe says
@@ -362,8 +355,8 @@ class Plan:
         return manifest.model_copy(update=changes)
 
     def cell(self, name: str) -> Cell:
-        """Return the cell called ``<checkpoint>/<quantizer label>``. Raises KeyError."""
-        return {cell.name: cell for cell in self.cells}[name]
+        """Return the cell called ``<checkpoint>/<quantizer label>``."""
+        return next(cell for cell in self.cells if cell.name == name)
 
     def select(self, pattern: str | None) -> tuple[Cell, ...]:
         """Return the cells whose names match a glob. Raises RecipeError if none does."""
@@ -403,9 +396,15 @@ def plan(
     """
     checkpoints = _checkpoints(recipe)
     tasks, skipped = find_tasks(recipe)
-    tasks += find_answers(recipe)
     groups = find_groups(recipe, skipped)
-    require_primary(recipe, tasks, groups)
+    if recipe.primary is not None:
+        scores = [f"{group.name}/{metric.metric}" for group in groups for metric in group.metrics]
+        for task in tasks:
+            listed = read_definition(task.definition).config.get("metric_list") or ()
+            scores += [f"{task.name}/{entry['metric']}" for entry in listed]
+        if base_metric(recipe.primary) not in scores:
+            names = ", ".join(scores)
+            raise RecipeError(f"primary: no task gives {recipe.primary}; there is {names}")
     calibration = find_calibration(recipe)
     if calibration is not None:
         paths = (checkpoint.folder / "tokenizer.json" for checkpoint in checkpoints.values())
@@ -431,18 +430,6 @@ def plan(
     if not show:
         require_runnable(planned.select(only))
     return planned
-
-
-def require_primary(recipe: Recipe, tasks: Sequence[TaskSpec], groups: Sequence[TaskGroup]) -> None:
-    """Raise RecipeError if no task gives the score that the recipe calls primary."""
-    if recipe.primary is None:
-        return
-    given = [f"{group.name}/{metric.metric}" for group in groups for metric in group.metrics]
-    for task in tasks:
-        listed = read_definition(task.definition).config.get("metric_list") or ()
-        given += [f"{task.name}/{entry['metric']}" for entry in listed]
-    if base_metric(recipe.primary) not in given:
-        raise RecipeError(f"primary: no task gives {recipe.primary}; there is {', '.join(given)}")
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
@@ -472,8 +459,11 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
     evaluation = plan.recipe.evaluation
     if evaluation.add_bos:
         require_bos(name, checkpoint)
-    if evaluation.apply_chat_template:
-        require_chat_template(name, checkpoint)
+    if evaluation.apply_chat_template and not has_chat_template(checkpoint.folder):
+        raise RecipeError(
+            f"evaluation.apply_chat_template: checkpoints.{name} has no chat template: it was not "
+            "trained on conversations, or its files lack chat_template.jinja"
+        )
     bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
     for column in sorted(plan.recipe.quantizers, key=lambda c: c.quantization.precision.quantized):
         dtype, base, notes = column.quantization.compute_dtype, None, ()
@@ -624,7 +614,8 @@ def streamable(
 
 
 def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
-    """Return the recipe's tasks, and with ``skip_missing`` the names of tasks without data.
+    """Return the recipe's tasks, that of its ``answers`` last, and with ``skip_missing`` the names
+    of tasks without data.
 
     Raises DataError with all problems of their data.
     """
@@ -658,32 +649,21 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
                 if recipe.data is None:  # the hub: what ails one task ails the next, after minutes
                     break
     if problems or (missing and not tasks):  # without a task there is nothing to run
-        raise DataError(*_first(problems or missing))
+        lines = [str(error) for error in problems or missing]
+        if len(lines) > MOST_LINES + 1:  # as of mmlu's 57
+            names = [line.partition(":")[0] for line in lines[MOST_LINES:]]
+            lines[MOST_LINES:] = [f"{len(names)} more tasks have such problems: {some(names)}"]
+        raise DataError(*lines)
+    if recipe.answers is not None:
+        answers = recipe.answers
+        task = plan_answers(
+            answers.prompts, answers.settings, data=recipe.data, definitions=recipe.definitions
+        )
+        tasks.append(task)
     return tuple(tasks), tuple(skipped)
 
 
-def find_answers(recipe: Recipe) -> tuple[TaskSpec, ...]:
-    """Return the task of the recipe's ``answers``; nothing without."""
-    if recipe.answers is None:
-        return ()
-    return (
-        plan_answers(
-            recipe.answers.prompts, recipe.answers.settings, data=recipe.data,
-            definitions=recipe.definitions,
-        ),
-    )  # fmt: skip
-
-
 MOST_LINES = 3
-
-
-def _first(problems: Sequence[DataError]) -> Iterator[str]:
-    """Yield the first problems, and in one line which tasks have others, as of mmlu's 57."""
-    few = len(problems) <= MOST_LINES + 1
-    yield from map(str, problems if few else problems[:MOST_LINES])
-    if not few:
-        names = [str(problem).partition(":")[0] for problem in problems[MOST_LINES:]]
-        yield f"{len(names)} more tasks have such problems: {some(names)}"
 
 
 def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]:
@@ -734,7 +714,7 @@ def _notes(
             f"scored in windows of {scoring.max_length:,} tokens, its context, and not of "
             f"evaluation.max_length {max_length:,}"
         )
-    chat = recipe.evaluation.apply_chat_template or read_template(checkpoint.folder) is None
+    chat = recipe.evaluation.apply_chat_template or not has_chat_template(checkpoint.folder)
     if recipe.tasks and not chat:
         yield (
             "a chat model whose tasks are asked without its chat template, as lm-eval does by "
@@ -801,21 +781,6 @@ def require_bos(name: str, checkpoint: Checkpoint) -> None:
         raise RecipeError(
             f"checkpoints.{name}: evaluation.add_bos: true, but this tokenizer puts no BOS before "
             "a text; set add_bos: false or give it a post-processor that does"
-        )
-
-
-def require_chat_template(name: str, checkpoint: Checkpoint) -> None:
-    """Raise RecipeError if the checkpoint has no chat template, or one that does not run."""
-    if (template := read_template(checkpoint.folder)) is not None:
-        if (problem := template_problem(template)) is not None:
-            raise RecipeError(
-                f"checkpoints.{name}: its chat template cannot be used: {problem}; mend it, or set "
-                "evaluation.apply_chat_template: false"
-            )
-    elif not any(checkpoint.folder.glob("*chat_template*")):
-        raise RecipeError(
-            f"evaluation.apply_chat_template: checkpoints.{name} has no chat template: it was not "
-            "trained on conversations, or its files lack chat_template.jinja"
         )
 
 

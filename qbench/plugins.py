@@ -1,8 +1,7 @@
-"""Register quantizers, normalizers and executors by name, and load plug-ins. Imports no torch.
+"""Register quantizers and normalizers by name, and load plug-ins. Imports no torch.
 
 A plug-in is a Python file, named by ``--plugin`` or a recipe's ``plugins``, which registers objects
-on import (``qbench.quantizers.register``, ``qbench.attention.normalizers.register``,
-``qbench.runner.workers.register``).
+on import (``qbench.quantizers.register``, ``qbench.attention.normalizers.register``).
 """
 
 from __future__ import annotations
@@ -119,7 +118,9 @@ def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
             raise
         except BaseException as error:  # sys.exit, too, is no reason to end without a word
             del sys.modules[plugin.module]
-            line = error.lineno if isinstance(error, SyntaxError) else _line(error, path)
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == path] or ["?"]
+            line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
             raise RecipeError(
                 f"{location} {path}: line {line}: {type(error).__name__}: {first_line(error)}"
             ) from error
@@ -134,11 +135,6 @@ def loaded() -> tuple[Plugin, ...]:
 def plugin_versions() -> dict[str, str]:
     """Return the plug-ins for a record: file names with digests."""
     return {plugin.name: plugin.digest for plugin in _loaded.values()}
-
-
-def _line(error: BaseException, location: str) -> int | str:
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == location]
-    return lines[-1] if lines and lines[-1] is not None else "?"
 
 
 def source_digest(kind: type) -> str:

@@ -48,6 +48,7 @@ from qbench.plugins import load_file, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.published import Published
+from qbench.quantizers.registry import split_commas
 from qbench.quantizers.texts import HUB_FILE, find_text
 from qbench.records import DIGEST, LINE, NAME, TASK, Line, Name, TaskName
 
@@ -112,8 +113,17 @@ def find_recipe(path: Path) -> Path:
 def read_yaml(path: Path) -> Source:
     """Read a recipe's YAML. Raises RecipeError, with the line, for what is no mapping."""
     path = find_recipe(path)
-    text = _text(path)
     yaml = YAML(typ="safe", pure=True)
+    try:
+        text = path.read_text("utf-8-sig")
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{path}: no such recipe; `qbench list recipes` names those that come with qbench"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text ({error.reason})") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path}: cannot be read ({reason(error)})") from None
     try:
         root = yaml.compose(text)
         if not isinstance(root, MappingNode):
@@ -194,19 +204,6 @@ def _mapping(annotation: Any) -> Any:
     return next(filter(None, map(_mapping, get_args(annotation))), None)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8-sig")
-    except FileNotFoundError:
-        raise RecipeError(
-            f"{path}: no such recipe; `qbench list recipes` names those that come with qbench"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not UTF-8 text ({error.reason})") from None
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{path}: cannot be read ({reason(error)})") from None
-
-
 def _lines(path: Path, node: Node, location: Location) -> Iterator[tuple[Location, int]]:
     """Yield the location and the line of every value below ``node``; of an alias, that of its
     anchor. Raises RecipeError for a key that no recipe has."""
@@ -281,80 +278,6 @@ def problem(location: Location, message: str) -> ValidationError:
     return ValidationError.from_exception_data("Recipe", [details])
 
 
-def _one_name(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-Sources = Mapping[str, str | Path]
-Names = Annotated[tuple[str, ...] | None, BeforeValidator(_one_name)]
-
-
-def _part(place: str = "", default: Any = None, **settings: Any) -> Any:
-    """Return a field of Overrides that replaces the recipe's key ``place`` (none: more than one
-    key); ``settings`` are those of its option on the command line, and its ``type`` if that is not
-    the field's."""
-    return Field(default, json_schema_extra={"place": place, "settings": settings})
-
-
-class Overrides(Strict):
-    """Holds values that replace parts of a recipe, from the command line or a caller; None, or no
-    entry, keeps the recipe's. Paths are relative to the working folder. The fields' texts are the
-    help of the options."""
-
-    checkpoints: Sources = _part(default={}, type=list[str], metavar="NAME=SOURCE")
-    """Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without a recipe: the
-    checkpoints, of which the first is the baseline of Δ."""
-    quantized: Sources = _part(default={}, type=list[str], metavar="LABEL=SOURCE")
-    """A checkpoint that is quantized already, scored beside its original; without --checkpoint it
-    is scored alone. Repeatable."""
-    quantizers: Names = _part(type=str | None, metavar="NAMES")
-    """These quantizers, separated by commas: bf16,gptq-4bit. Options follow a colon:
-    hqq-4bit:axis=0. With +, weights and more: gptq-4bit+kv4. With a recipe, its labels keep their
-    settings."""
-    tasks: Names = _part(type=str | None, metavar="NAMES")
-    """These tasks, separated by commas, instead of the recipe's. sciq:validation scores the file
-    validation.jsonl of the data folder."""
-    answers: str | None = _part("answers.prompts", metavar="FILE|TASK")
-    """Measure along the models' own answers to these prompts: JSON Lines with `prompt` or
-    `messages`, a task, or chat_prompts, which come with qbench."""
-    definitions: Path | None = _part("definitions", metavar="FOLDER")
-    """lm-eval YAML files: tasks of your own."""
-    data: Path | None = _part("data", metavar="FOLDER")
-    """TASK/SPLIT.jsonl files: score from these, without the hub."""
-    skip_missing: bool = _part("skip_missing", False, flag="--skip-missing")
-    """Run the tasks that the data folder has; tables name the others."""
-    calibration: str | Path | None = _part("calibration.path", type=str | None, metavar="FILE")
-    """JSON Lines with a text field, read by quantizers that calibrate. Also an address
-    hf://datasets/…."""
-    calibration_samples: int | None = _part("calibration.samples", min=1, metavar="N")
-    """Number of calibration texts. Default: the recipe's, or 128."""
-    calibration_length: int | None = _part("calibration.length", min=8, metavar="N")
-    """Tokens of each calibration text. Default: the recipe's, or 2048."""
-    limit: int | None = _part("evaluation.limit", min=1, metavar="N")
-    """Score the first N documents of each task only."""
-    dtype: Literal["bfloat16", "float32"] | None = _part()
-    """Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are ten times
-    slower in bfloat16."""
-    scoring: Literal["auto", "exact", "fast", "lm-eval"] | None = _part(
-        "evaluation.scoring", metavar="MODE"
-    )
-    """Score in this mode instead of the recipe's: exact gives HFLM's scores, fast packs requests,
-    lm-eval is HFLM itself; auto is the fastest that fits the model on a GPU, exact on a CPU."""
-    add_bos: bool | None = _part("evaluation.add_bos", flag="--add-bos/--no-add-bos")
-    """Begin every text that is scored with BOS, or none. Default: the recipe's, or as the tokenizer
-    does, which is what lm-eval does."""
-    stream: bool | None = _part("evaluation.stream", flag="--stream/--no-stream")
-    """Bring weights to the device block by block, or all of them at once. Default: the recipe's, or
-    block by block if they do not fit."""
-
-    def __init__(self, **values: Any) -> None:
-        """Raises RecipeError for values of other types."""
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise RecipeError(f"Overrides: {validation_line(error)}") from None
-
-
 # --- the recipe
 
 
@@ -367,6 +290,13 @@ class CheckpointSource(Strict):
     """Of a hub id: a branch, tag or commit. Default: main."""
     normalizer: str | None = None
     """The attention function that it was trained with. Default: as its config says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_source(cls, value: Any) -> Any:
+        if value is None:
+            raise ValueError("it has no default; add --checkpoint NAME=FOLDER_OR_HUB_ID")
+        return value
 
     @field_validator("normalizer")
     @classmethod
@@ -381,11 +311,12 @@ class CalibrationSource(Strict):
     """Calibration text: ``samples`` documents of ``length`` tokens each."""
 
     path: Annotated[Text, AfterValidator(_is_text)]
-    """JSON Lines with a `text` field, or hf://datasets/OWNER/NAME/FILE."""
+    """The text that quantizers calibrate on: JSON Lines with a `text` field. Also an address
+    hf://datasets/…."""
     samples: Whole = Field(128, ge=1, le=10**6)
-    """Documents that are read."""
+    """Calibration texts that are read. Default: 128."""
     length: Whole = Field(2048, ge=8, le=MOST_TOKENS)
-    """Tokens of each."""
+    """Tokens of each calibration text. Default: 2048."""
     seed: Seed = 0
     """Draws the documents, and the position in each."""
 
@@ -402,7 +333,7 @@ class Evaluation(Strict):
     batch_size: int | Literal["auto"] = "auto"
     """Requests of a batch."""
     limit: Whole | None = Field(None, ge=1, le=MOST_DOCUMENTS)
-    """Documents of each task, the first ones. Default: all."""
+    """Score the first N documents of each task only. Default: all."""
     seed: Seed = 0
     """Draws answers of tasks that sample."""
     fewshot_seed: Seed = FEWSHOT_SEED
@@ -488,8 +419,8 @@ class Answers(Strict):
     each cell's own."""
 
     prompts: Text = PROMPTS.stem
-    """A JSON Lines file with `prompt` or `messages`, a task whose prompts are taken, or
-    chat_prompts: 60 that come with qbench."""
+    """Measure along the models' own answers to these prompts: a JSON Lines file with `prompt` or
+    `messages`, a task whose prompts are taken, or chat_prompts: 60 that come with qbench."""
     max_new_tokens: Whole = Field(512, ge=1, le=MOST_TOKENS)
     """Tokens that an answer may have."""
     samples: Whole = Field(1, ge=1, le=1_000)
@@ -538,7 +469,7 @@ class Recipe(Strict):
     name: Name
     """Results go to results/NAME."""
     plugins: tuple[Text, ...] = ()
-    """Python files that are loaded first: they register quantizers, normalizers or executors."""
+    """Python files that are loaded first: they register quantizers or normalizers."""
     checkpoints: dict[Name, Annotated[CheckpointSource, _short("path")]] = Field(min_length=1)
     """By name: a folder or hub id, or a mapping. A list, or a path with `*`, gives several
     trainings of one kind. Δ is taken against the first."""
@@ -561,7 +492,7 @@ class Recipe(Strict):
     data: Folder | None = None
     """A folder of TASK/SPLIT.jsonl files. Default: the hub."""
     skip_missing: Flag = False
-    """Leave out tasks that the data folder lacks; tables name them."""
+    """Leave out tasks that the data folder lacks; tables name them. Default: false."""
     definitions: Folder | None = None
     """A folder of further lm-eval tasks: YAML files."""
     evaluation: Evaluation = Evaluation()
@@ -684,7 +615,95 @@ def added_column(recipe: Recipe, given: Overrides) -> str:
     return f"{next(names)} is added: damage is measured against an unquantized column"
 
 
-# --- what options say in place of the file, or without one
+# --- options in place of a recipe's parts
+
+
+def _names(value: Any) -> Any:
+    """Return the names of a text with commas between them."""
+    if not isinstance(value, str):
+        return value
+    if not (names := split_commas(value)):
+        raise ValueError(f"write names with commas between them (it is {shown(value)})")
+    return tuple(names)
+
+
+def _sources(value: Any) -> Any:
+    """Return texts ``NAME=SOURCE`` as a mapping."""
+    if not isinstance(value, list):
+        return value
+    sources: dict[str, str] = {}
+    for pair in value:
+        name, _, source = pair.partition("=")
+        if not (name and source):
+            raise ValueError(f"write NAME=PATH_OR_HUB_ID (it is {shown(pair)})")
+        if name in sources:
+            raise ValueError(f"{name} is given twice")
+        sources[name] = source
+    return sources
+
+
+Sources = Annotated[Mapping[str, str | Path], BeforeValidator(_sources)]
+Names = Annotated[tuple[str, ...] | None, BeforeValidator(_names)]
+
+
+def _replaces(place: str, **option: Any) -> Any:
+    """Return a field of Overrides that replaces the recipe's key ``place``, such as
+    "evaluation.limit", and has its help; ``option`` as for ``_option``."""
+    kind: Any = Recipe
+    *parts, key = place.split(".")
+    for part in parts:
+        kind = _mapping(kind.model_fields[part].annotation)
+    about = kind.model_fields[key].description
+    return Field(None, description=about, json_schema_extra={"place": place, "option": option})
+
+
+def _option(default: Any, **option: Any) -> Any:
+    """Return a field of Overrides that replaces more than one key; ``option`` are settings of its
+    option on the command line, and its ``type`` if that is not the field's."""
+    return Field(default, json_schema_extra={"place": "", "option": option})
+
+
+class Overrides(Strict):
+    """Holds values that replace parts of a recipe, from the command line or a caller; None, or no
+    entry, keeps the recipe's. Paths are relative to the working folder. The fields' texts are the
+    help of the options."""
+
+    checkpoints: Sources = _option({}, type=list[str], metavar="NAME=SOURCE")
+    """Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without a recipe: the
+    checkpoints, of which the first is the baseline of Δ."""
+    quantized: Sources = _option({}, type=list[str], metavar="LABEL=SOURCE")
+    """A checkpoint that is quantized already, scored beside its original; without --checkpoint it
+    is scored alone. Repeatable."""
+    quantizers: Names = _option(None, type=str | None, metavar="NAMES")
+    """These quantizers, separated by commas: bf16,gptq-4bit. Options follow a colon:
+    hqq-4bit:axis=0. With +, weights and more: gptq-4bit+kv4. With a recipe, its labels keep their
+    settings."""
+    tasks: Names = _option(None, type=str | None, metavar="NAMES")
+    """These tasks, separated by commas, instead of the recipe's. sciq:validation scores the file
+    validation.jsonl of the data folder."""
+    dtype: Literal["bfloat16", "float32"] | None = _option(None)
+    """Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are ten times
+    slower in bfloat16."""
+    answers: str | None = _replaces("answers.prompts", metavar="FILE|TASK")
+    definitions: Path | None = _replaces("definitions", metavar="FOLDER")
+    data: Path | None = _replaces("data", metavar="FOLDER")
+    skip_missing: bool | None = _replaces("skip_missing", flag="--skip-missing")
+    calibration: str | Path | None = _replaces("calibration.path", type=str | None, metavar="FILE")
+    calibration_samples: int | None = _replaces("calibration.samples", metavar="N")
+    calibration_length: int | None = _replaces("calibration.length", metavar="N")
+    limit: int | None = _replaces("evaluation.limit", metavar="N")
+    scoring: Literal["auto", "exact", "fast", "lm-eval"] | None = _replaces(
+        "evaluation.scoring", metavar="MODE"
+    )
+    add_bos: bool | None = _replaces("evaluation.add_bos", flag="--add-bos/--no-add-bos")
+    stream: bool | None = _replaces("evaluation.stream", flag="--stream/--no-stream")
+
+    def __init__(self, **values: Any) -> None:
+        """Raises RecipeError for values of other types."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise RecipeError(validation_line(error)) from None
 
 
 def save(
@@ -706,45 +725,48 @@ def save(
 
 def _source(path: Path | None, changed: Overrides) -> Source:
     """Return the values of the recipe ``path`` with the changes ``changed``; without a path, of the
-    changes alone."""
-    source = _one_off(changed) if path is None else _read(path)
+    changes alone. Raises RecipeError if these do not say what to run."""
     here = Path.cwd()
-    paths = {
-        name: absolute(here, str(path_or_id), hub=True)
-        for name, path_or_id in changed.checkpoints.items()
-    }
-    _replace_checkpoints(source, paths)
-    for what, key, names in (
-        ("quantizers", "label", changed.quantizers),
-        ("tasks", "name", changed.tasks),
-    ):
-        if names is not None:
-            source.replace(_named(source.values.get(what, []), names, key), what)
-    if changed.quantized:
-        _add_quantized(source, path, changed)
+    checkpoints, copies = (
+        {name: absolute(here, str(source), hub=True) for name, source in sources.items()}
+        for sources in (changed.checkpoints, changed.quantized)
+    )
+    source = _one_off(changed) if path is None else _read(path)
+    values = source.values
+    alone = path is None and not checkpoints  # copies without an original
+    if alone:
+        checkpoints, copies = copies, {}
+    _replace_checkpoints(source, checkpoints)
+    for what, key in {"quantizers": "label", "tasks": "name"}.items():
+        if (names := getattr(changed, what)) is not None:
+            source.replace(_named(values.get(what, []), names, key), what)
+    if alone:
+        values["quantizers"] = ["checkpoint"]
+    if copies:
+        if len(declared := values.get("checkpoints", {})) > 1:
+            raise RecipeError(
+                f"--quantized {next(iter(copies))}=…: there are several checkpoints "
+                f"({', '.join(map(str, declared))}); use a recipe with "
+                "{name: checkpoint, path: {NAME: FOLDER_OR_HUB_ID}}"
+            )
+        columns = [{"name": "checkpoint", "path": p, "label": n} for n, p in copies.items()]
+        values["quantizers"] = [*(values.get("quantizers") or ["bf16"]), *columns]
     for name, part in Overrides.model_fields.items():
         value, place = getattr(changed, name), part.json_schema_extra["place"]
-        if place and value != part.default:
+        if place and value is not None:
             if name in PATHS or (name == "answers" and is_prompt_file(value)):
                 value = absolute(here, str(value))
             source.replace(value, *place.split("."))
-    data, calibration = source.values.get("data"), source.values.get("calibration") or {}
+    data, calibration = values.get("data"), values.get("calibration") or {}
     if isinstance(data, str) and isinstance(calibration, dict) and "path" not in calibration:
         with suppress(DataError, OSError):  # if a quantizer needs one, that is said with its remedy
             source.replace(str(find_text(HUB_FILE, data=Path(data))), "calibration", "path")
-    if source.values.get("answers"):
-        source.values.setdefault("tasks", [])
+    if values.get("answers"):
+        values.setdefault("tasks", [])
     if changed.dtype is not None:
         _replace_dtype(source, changed.dtype)
     if path is None:
-        # Add an unquantized column, which damage is measured against, if there is none. It has the
-        # dtype that the first quantizer computes in
-        entries, dtype = source.values["quantizers"], source.values.get("compute_dtype", "bfloat16")
-        with suppress(ValidationError):  # what is wrong is said when the recipe is checked
-            columns = [_column(index, entry, dtype) for index, entry in enumerate(entries)]
-            if all(c.quantization.precision.quantized and not _as_it_is(c) for c in columns):
-                dtype = columns[0].quantization.compute_dtype
-                source.replace([*entries, UNQUANTIZED[dtype]], "quantizers")
+        _add_unquantized(source)
     return source
 
 
@@ -801,8 +823,9 @@ def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
 
 def _one_off(changed: Overrides) -> Source:
     """Return the values of a recipe of options alone. Raises RecipeError for missing options."""
+    names = changed.checkpoints or changed.quantized
     given = {
-        "--checkpoint NAME=FOLDER_OR_HUB_ID": changed.checkpoints or changed.quantized,
+        "--checkpoint NAME=FOLDER_OR_HUB_ID": names,
         "--quantizers bf16,gptq-4bit": changed.quantizers or changed.quantized,
         "--tasks piqa,sciq": changed.tasks or changed.answers,
     }
@@ -810,34 +833,20 @@ def _one_off(changed: Overrides) -> Source:
         raise RecipeError(
             f"name a recipe, or give all of it as options: {', '.join(missing)} missing"
         )
-    values: dict[str, Any] = {
-        "name": "-".join(changed.checkpoints or changed.quantized)[:NAME_CHARACTERS],
-        "checkpoints": dict.fromkeys(changed.checkpoints),
-    }
+    values = {"name": "-".join(names)[:NAME_CHARACTERS], "checkpoints": dict.fromkeys(names)}
     return Source(FROM_OPTIONS, values, {})
 
 
-def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> None:
-    """Add a quantizer for each quantized copy of ``--quantized``. If no original is named, the
-    copies are the checkpoints and are scored without one."""
-    here = Path.cwd()
-    copies = {
-        label: absolute(here, str(path_or_id), hub=True)
-        for label, path_or_id in changed.quantized.items()
-    }
-    if path is None and not changed.checkpoints:
-        source.values.update(checkpoints=copies, quantizers=["checkpoint"])
-        return
-    declared = source.values.get("checkpoints", {})
-    if len(declared) > 1:
-        raise RecipeError(
-            f"--quantized {next(iter(copies))}=…: there are several checkpoints "
-            f"({', '.join(map(str, declared))}); use a recipe with "
-            "{name: checkpoint, path: {NAME: FOLDER_OR_HUB_ID}}"
-        )
-    columns = source.values.get("quantizers") or ["bf16"]
-    columns += [{"name": "checkpoint", "path": p, "label": n} for n, p in copies.items()]
-    source.values["quantizers"] = columns
+def _add_unquantized(source: Source) -> None:
+    """Add an unquantized column, which damage is measured against, if there is none. It has the
+    dtype that the first quantizer computes in."""
+    entries = source.values["quantizers"]
+    dtype = source.values.get("compute_dtype", "bfloat16")
+    with suppress(ValidationError):  # what is wrong is said when the recipe is checked
+        columns = [_column(index, entry, dtype) for index, entry in enumerate(entries)]
+        if all(c.quantization.precision.quantized and not _as_it_is(c) for c in columns):
+            dtype = columns[0].quantization.compute_dtype
+            source.replace([*entries, UNQUANTIZED[dtype]], "quantizers")
 
 
 def _named(entries: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
@@ -861,7 +870,7 @@ def _named(entries: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
 
 def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
     """Replace the paths of checkpoints, and drop their revisions. Raises RecipeError for a name
-    that the recipe does not have, and for a checkpoint that has no path then."""
+    that the recipe does not have."""
     declared = source.values.get("checkpoints", {})
     for name, path in sources.items():
         if name not in declared:
@@ -873,12 +882,6 @@ def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
         kept = {k: v for k, v in entry.items() if k not in ("path", "revision")}
         declared[name] = {**kept, "path": path}
         source.lines["checkpoints", name, "path"] = 0
-    for name, entry in declared.items():
-        if entry is None:
-            raise RecipeError(
-                f"{source.at(('checkpoints', name))}: checkpoints.{name}: it has no default; add "
-                f"--checkpoint {name}=FOLDER_OR_HUB_ID"
-            )
 
 
 def _replace_dtype(source: Source, dtype: str) -> None:
@@ -920,25 +923,21 @@ def _group_checkpoints(source: Source) -> None:
     made: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
     for name, entry in declared.items():
-        members = _members(entry)
-        if members is None:
+        if (members := _members(entry)) is None:
             made[name] = entry
             continue
-        location = f"{source.at(('checkpoints', name))}: checkpoints.{name}"
+        groups[name] = names = [f"{name}.{number}" for number in range(1, len(members) + 1)]
+        why = ""
         if len(members) < 2:
-            raise RecipeError(
-                f"{location}: {shown(entry)} gives {len(members)} "
-                "checkpoints; replicates need two or more"
-            )
-        groups[name] = [f"{name}.{number}" for number in range(1, len(members) + 1)]
-        for member, training in zip(groups[name], members, strict=True):
-            if member in declared:
-                raise RecipeError(
-                    f"{location}: its trainings are {', '.join(groups[name])}, and {member} is "
-                    "another checkpoint too; rename one of them"
-                )
-            made[member] = training
-            source.lines["checkpoints", member] = source.lines.get(("checkpoints", name), 0)
+            why = f"{shown(entry)} gives {len(members)} checkpoints; replicates need two or more"
+        elif both := [member for member in names if member in declared]:
+            why = f"its trainings are {', '.join(names)}, and {both[0]} is another checkpoint too; "
+            why += "rename one of them"
+        if why:
+            raise RecipeError(f"{source.at(('checkpoints', name))}: checkpoints.{name}: {why}")
+        line = source.lines.get(("checkpoints", name), 0)
+        made |= zip(names, members, strict=True)
+        source.lines.update({("checkpoints", member): line for member in names})
     if groups:
         source.values.update(checkpoints=made, replicates=groups)
 

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-# Options of the command line.
-OPTIONS = {
+# Commands, options, and options with a value.
+COMMAND_LINE = {
+    "noise": "the quantizer noise-floor shows how far rounding alone moves scores",
+    "convert": "checkpoints are read in either format; `save_pretrained` writes one",
+    "bench sample-efficiency": "results/bench/sample-efficiency.md has what it gave",
+    "bench analysis": "`qbench analyze` prints how long each part of a cell took",
+    "cache": "delete $QBENCH_CACHE, or a part of it, while no run is at work; what a run needs "
+    "it makes again",
+    "schema": "`qbench.api.Recipe.model_json_schema()` returns it",
+    "published": "`qbench tables --published SET` puts a paper's numbers beside ours",
+    "compare": "`qbench check NEW --baseline OLD` shows both scores, the loss and its bound; "
+    "`qbench tables --against` compares precisions of one folder",
+    "report": "`qbench view FOLDER --export DIR` writes the same pages, and the documents",
+    "bench products": "products are simulated; a serving engine measures its own",
+    "bench training": "`qbench train` prints tokens/s and the share of the GPU's peak",
     "--long-context": "`qbench analyze RECIPE --length TOKENS --out DIR` reads texts of any length",
     "--heads": "maps are kept of the head that weighs the first key most and of the sharpest one",
     "--field": "the text to train on is the field `text`: rename the one that holds it",
@@ -22,7 +35,11 @@ OPTIONS = {
     "--run": "give each run a folder of its own, --out DIR",
     "--against": "`qbench tables FOLDER --against QUANTIZER` compares precisions score by score",
     "--json": "--junit and --summary write the verdict",
+    "--executor": "`qbench.api.run(planned, out, executor=…)` takes any of concurrent.futures",
     "--rank": "the verdict above the tables orders the precisions",
+    "--format html": "`qbench view FOLDER --export DIR` writes pages",
+    "--to tensorboard": "tables.csv and qbench.api.load_records have the numbers",
+    "--to wandb": "log what qbench.api.load_records returns by `wandb.log`",
 }
 # Options of lm-eval that are keys of a recipe here.
 RECIPE_KEYS = {
@@ -30,12 +47,6 @@ RECIPE_KEYS = {
     "--system-instruction": "evaluation: {system_instruction: …}",
     "--fewshot-as-multiturn": "evaluation: {fewshot_as_multiturn: true}",
     "--num-fewshot": "tasks: [{name: TASK, num_fewshot: 5}]",
-}
-# Values of options of the command line.
-VALUES = {
-    ("--format", "html"): "`qbench view FOLDER --export DIR` writes pages",
-    ("--to", "tensorboard"): "tables.csv and qbench.api.load_records have the numbers",
-    ("--to", "wandb"): "log what qbench.api.load_records returns by `wandb.log`",
 }
 # Keys of a recipe, dotted from its top, without the numbers of list items: "quantizers.threads".
 KEYS = {
@@ -80,20 +91,4 @@ RENAMED_METHODS = {
     ("activations", "mxfp4"): "mxfp4-token",
     ("activations", "nvfp4"): "nvfp4-token",
     ("weights", "fp8-tensor"): "fp8-matrix",
-}
-# Commands, and those of a group: "bench training".
-COMMANDS = {
-    "noise": "the quantizer noise-floor shows how far rounding alone moves scores",
-    "convert": "checkpoints are read in either format; `save_pretrained` writes one",
-    "bench sample-efficiency": "results/bench/sample-efficiency.md has what it gave",
-    "bench analysis": "`qbench analyze` prints how long each part of a cell took",
-    "cache": "delete $QBENCH_CACHE, or a part of it, while no run is at work; what a run needs it "
-    "makes again",
-    "schema": "`qbench.api.Recipe.model_json_schema()` returns it",
-    "published": "`qbench tables --published SET` puts a paper's numbers beside ours",
-    "compare": "`qbench check NEW --baseline OLD` shows both scores, the loss and its bound; "
-    "`qbench tables --against` compares precisions of one folder",
-    "report": "`qbench view FOLDER --export DIR` writes the same pages, and the documents",
-    "bench products": "products are simulated; a serving engine measures its own",
-    "bench training": "`qbench train` prints tokens/s and the share of the GPU's peak",
 }

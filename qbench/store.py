@@ -163,23 +163,14 @@ def require_no_links(folder: Path) -> None:
 
 
 def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
-    """Write what the archive holds into ``folder``, ``grid.json`` last, so that an unpacking that
-    was stopped begins again. Raises DamagedError before the first file is written."""
-    for _ in members(archive, remedy):  # verified before the first file is written
-        pass
-    for name, content in sorted(members(archive, remedy), key=lambda item: item[0] == MANIFEST):
-        path = folder / name
-        if not (path.is_file() and path.read_bytes() == content):
-            write_atomically(path, content)
+    """Write the results files that the archive holds into ``folder``, ``grid.json`` last, so that
+    an unpacking that was stopped begins again. Other names, links and what is no regular file are
+    left out.
 
-
-def members(archive: Path, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of each results file of the archive, in its order.
-
-    Other names, links and what is no regular file are left out. Raises DamagedError for a damaged
-    archive, one that unpacks to too much, and for a file that is not what qbench writes; ``remedy``
-    ends the message.
+    Raises DamagedError, before the first file is written, for a damaged archive, one that unpacks
+    to too much, and for a file that is not what qbench writes; ``remedy`` ends the message.
     """
+    contents: dict[str, bytes] = {}
     left = max(LEAST_BOUND, MOST_RATIO * archive.stat().st_size)
     try:
         with lzma.open(archive) as file:
@@ -188,18 +179,21 @@ def members(archive: Path, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, byt
                     name, left = member.name, left - tarfile.BLOCKSIZE - member.size
                     if left < 0:
                         raise ValueError("it unpacks to too much")
-                    if not (member.isreg() and PACKED.fullmatch(name)):
-                        continue
-                    content = packed.extractfile(member).read()  # type: ignore[union-attr]  # regular
-                    if name.endswith(".json"):
-                        parse_record(content, _kind(name), f"{archive}: {name}", remedy)
-                    elif f".{digest(content)[:KEY_DIGITS]}." not in name:
-                        raise ValueError(f"{name} is not what was written")
-                    yield name, content
+                    if member.isreg() and PACKED.fullmatch(name):
+                        contents[name] = packed.extractfile(member).read()  # type: ignore[union-attr]  # regular
             while file.read(tarfile.RECORDSIZE):  # to the end, where the checksum is
                 pass
+        for name, content in contents.items():
+            if name.endswith(".json"):
+                parse_record(content, _kind(name), f"{archive}: {name}", remedy)
+            elif f".{digest(content)[:KEY_DIGITS]}." not in name:
+                raise ValueError(f"{name} is not what was written")
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError, OverflowError) as error:
         raise DamagedError(f"{archive}: damaged: {error}; {remedy}") from None
+    for name in sorted(contents, key=lambda name: name == MANIFEST):
+        path = folder / name
+        if not (path.is_file() and path.read_bytes() == contents[name]):
+            write_atomically(path, contents[name])
 
 
 def _kind(name: str) -> type[RecordModel]:
@@ -258,9 +252,14 @@ class Records(Generic[R]):
         cannot be read. ``log`` is then called with the reason. Raises NewerSchemaError for one of a
         newer qbench, which must not be replaced.
         """
-        with _logged(log):
+        try:
             return self.manifest() if self.has_manifest() else None
-        return None
+        except NewerSchemaError:
+            raise
+        except ResultsError as error:
+            if log is not None:
+                log(str(error))
+            return None
 
     def put_manifest(self, manifest: Any, log: LogLine | None = None) -> Any:
         """Write ``manifest`` and return the one that it replaces, as :meth:`manifest_before`.
@@ -291,12 +290,17 @@ class Records(Generic[R]):
         For callers that can make the record again: ``log`` is called with what is damaged or old.
         Raises NewerSchemaError for a record of a newer qbench, which must not be replaced.
         """
-        with _logged(log, f"{cell.cell}: made again: ", f"; {self.remedy}"):
+        try:
             record = self.get(cell)
             for name in getattr(record, "files", ()):
                 self.payload(record, name)
             return record
-        return None
+        except NewerSchemaError:
+            raise
+        except ResultsError as error:
+            if log is not None:
+                log(f"{cell.cell}: made again: {str(error).removesuffix(f'; {self.remedy}')}")
+            return None
 
     def records(self) -> list[R]:
         """Return the records of the manifest's cells in its order, missing ones left out."""
@@ -441,19 +445,6 @@ def _names(tasks: tuple[str, ...], codes: bytes, documents: bytes) -> np.ndarray
 
     rows = zip(*(np.frombuffer(part, "int64").tolist() for part in (codes, documents)), strict=True)
     return np.array([f"{tasks[code]} {document}" for code, document in rows], dtype=str)
-
-
-@contextmanager
-def _logged(log: LogLine | None, before: str = "", remedy: str = "") -> Iterator[None]:
-    """Call ``log`` with why a file cannot be read, ``before`` it and without the ``remedy``. Raises
-    NewerSchemaError: what a newer qbench wrote must not be replaced."""
-    try:
-        yield
-    except NewerSchemaError:
-        raise
-    except ResultsError as error:
-        if log is not None:
-            log(before + str(error).removesuffix(remedy))
 
 
 class Analyses(Records[R]):

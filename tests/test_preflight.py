@@ -7,7 +7,6 @@ import shutil
 import pytest
 from small_recipe import DEMO, small_recipe
 
-from qbench.checkpoints.find import template_problem
 from qbench.cli.run import notes
 from qbench.errors import CheckpointError, DataError, RecipeError
 from qbench.plan import plan
@@ -83,28 +82,11 @@ def test_that_no_damage_can_be_measured_is_said(tmp_path, quantizers):
     assert said == ("fp32" not in quantizers)
 
 
-@pytest.mark.parametrize("settings", [(), ("tokenizer_config.json", "chat_template.jinja")])
-def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, settings):
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
     bare = shutil.copytree(DEMO / "softpick", tmp_path / "bare", ignore=_tokenizer)
-    for name in settings:
-        (bare / name).write_text("{}")
+    (bare / "chat_template.jinja").write_text("{}")
     with pytest.raises(CheckpointError, match=r"bare: no tokenizer; put its tokenizer\.json into"):
         planned(tmp_path, checkpoints={"bare": str(bare)})
-
-
-def test_a_tokenizer_of_bytes_needs_no_file_beside_its_settings(tmp_path):
-    bare = shutil.copytree(DEMO / "softpick", tmp_path / "bare", ignore=_tokenizer)
-    (bare / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    assert planned(tmp_path, checkpoints={"bare": str(bare)}).cells
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [b'{"version": "1.0", "trunc', b"", b"\xff\xfe\x00", b"[]"])
-def test_a_tokenizer_that_is_damaged_is_refused(tmp_path, name, content):
-    copy = shutil.copytree(DEMO / "softpick", tmp_path / "copy")
-    (copy / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"copy: {name} is not .*; fetch it again$"):
-        planned(tmp_path, checkpoints={"copy": str(copy)})
 
 
 def _tokenizer(folder, names):
@@ -124,21 +106,6 @@ def test_a_task_that_generates_more_than_fits_is_refused(tmp_path, room):
         return
     with pytest.raises(RecipeError, match=f"say generates up to {longest} tokens, .* no room"):
         planned(tmp_path, **changes)
-
-
-def test_a_chat_template_that_is_no_template_is_refused(tmp_path):
-    copy = shutil.copytree(DEMO / "softpick", tmp_path / "copy")
-    (copy / "chat_template.jinja").write_text("{% if %}")
-    evaluation = {"apply_chat_template": True}
-    words = "checkpoints.copy: its chat template .* line 1: Expected an expression.*mend it"
-    with pytest.raises(RecipeError, match=words):
-        planned(tmp_path, checkpoints={"copy": str(copy)}, evaluation=evaluation)
-
-
-def test_a_chat_template_with_tags_of_transformers_is_taken():
-    tags = "{% generation %}{{ messages | tojson }}{% endgeneration %}"
-    assert template_problem(tags) is None
-    assert template_problem("{% for m in messages %}{% break %}{% endfor %}") is None
 
 
 def test_a_folder_of_definitions_that_holds_a_disk_is_refused_at_once(tmp_path, monkeypatch):

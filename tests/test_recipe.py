@@ -73,7 +73,6 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
     [
         ({"quantizers": ["gptq-5bit"]}, ["quantizers[0]", "gptq has no 5-bit", "2, 3, 4, 8"]),
         ({"quantizers": ["rtn-4bit", "rtn-4bit"]}, ["rtn-4bit", "twice", "label"]),
-        ({"quantizers": [{"label": "x"}]}, ["quantizers[0]", "name"]),
         ({"quantizers": [{"name": "rtn-4bit", "group_size": 1e21}]}, ["[0]", "group_size"]),
         ({"quantizers": []}, ["quantizers", "list"]),
         ({"quantizers": ["gptq-4bit"]}, ["gptq-4bit", "calibration"]),
@@ -83,22 +82,15 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
         ({"evaluation": {"limits": 3}}, ["evaluation.limits", "unknown key", "limit"]),
         ({"evaluation": {"tolerance": {"men": 1}}}, ["tolerance.men", "known: mean, largest"]),
         ({"evaluation": {"stream": "x"}}, ["evaluation.stream: Input should be True, False or 'a"]),
-        ({"evaluation": {"softmax_dtype": "bf16"}}, ["softmax_dtype", "bf16", "float32"]),
         ({"quantizer": []}, ["quantizer", "unknown key", "quantizers"]),
         ({"data": "nowhere"}, ["data", "no such folder", "nowhere"]),
         ({"calibration": {"path": "nowhere.jsonl"}}, ["calibration.path", "nowhere.jsonl"]),
         ({"quantizers": [4]}, ["quantizers[0]", "not 4"]),
         ({"quantizers": [{"name": "fp32", "label": 4}]}, ["quantizers[0]", "label 4"]),
-        ({"evaluation": {"seed": -1}}, ["evaluation.seed", "-1"]),
-        ({"data": "~no-such-user/x"}, ["data"]),
         ({"data": "x" * 300}, ["data", "no such folder"]),
         ({"evaluation": []}, ["evaluation: must be a mapping; known: softmax_dtype", "(it is [])"]),
         ({"quantizers": ["y" * 5000]}, ["quantizers[0]", "yyy…"]),
         ({"k" * 5000: 1}, ["kkk…", "unknown key"]),
-        (
-            {"evaluation": {"tolerance": {"mean": True}}},
-            ["tolerance.mean", "valid number"],
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_place_value_and_remedy(tmp_path, changes, words):
@@ -175,7 +167,7 @@ def test_calibration_text_of_the_hub_may_take_the_place_of_a_recipes(tmp_path):
 
 def test_a_checkpoint_without_a_default_asks_for_the_option(tmp_path):
     path = write(tmp_path, checkpoints={"softmax": None})
-    with pytest.raises(RecipeError, match="--checkpoint softmax="):
+    with pytest.raises(RecipeError, match="softmax: it has no default; add --checkpoint NAME="):
         Recipe.load(path)
     named = Overrides(checkpoints={"softmax": "a/b"})
     assert Recipe.load(path, named).checkpoints["softmax"].path == "a/b"

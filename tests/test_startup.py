@@ -1,9 +1,7 @@
 """What reads results starts at once and never loads torch."""
 
-import ast
 import subprocess
 import sys
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -47,29 +45,6 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
         "baseline.make(store, out); check.check(store, out); print(*sys.modules)"
     ).split()
     assert not set(HEAVY) & set(loaded)
-
-
-def test_no_files_import_each_other_in_a_circle():
-    """Late imports and those for types alone counted; a package's face stands above its parts."""
-    files = {
-        str(path.relative_to(ROOT).with_suffix(""))
-        .replace("/", ".")
-        .removesuffix(".__init__"): path
-        for path in (ROOT / "qbench").rglob("*.py")
-    }
-    imports = {
-        module: {
-            name if name in files else node.module
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and node.module in files
-            for name in (f"{node.module}.{one.name}" for one in node.names)
-        }
-        for module, path in files.items()
-    }
-    for module, path in files.items():
-        if path.name == "__init__.py":
-            imports[module] = {one for one in imports[module] if not one.startswith(f"{module}.")}
-    TopologicalSorter(imports).prepare()  # CycleError names the circle
 
 
 @pytest.mark.usefixtures("own_cache")

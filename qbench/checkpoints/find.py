@@ -17,13 +17,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jinja2 import Environment, TemplateSyntaxError
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
 
 from qbench import hub
 from qbench.attention.implementation import NATIVE, choose
@@ -35,7 +32,6 @@ from qbench.errors import (
     DamagedError,
     RecipeError,
     UnavailableError,
-    first_line,
     shown,
     some,
 )
@@ -176,23 +172,10 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
             "and this one with --quantized LABEL=PATH or in quantizers: [{name: checkpoint, path: "
             "…}]; or score it alone with --quantized or quantizers: [checkpoint]"
         )
-    if not isinstance(config.get("model_type"), str):
-        raise CheckpointError(
-            "config.json states no model_type; name a checkpoint that transformers or "
-            "flash-linear-attention saved"
-        )
-    if not isinstance(config.get("tie_word_embeddings", False), bool):
-        raise CheckpointError(
-            f"config.json: tie_word_embeddings {config['tie_word_embeddings']!r}: write true or "
-            "false"
-        )
     if "transformers_weights" in config:  # would load another file than the ones that are checked
         raise CheckpointError("config.json: transformers_weights is not supported; remove it")
     if config.get("is_encoder_decoder"):
-        raise CheckpointError(
-            "it is an encoder-decoder model (is_encoder_decoder: true); only causal language "
-            "models are scored"
-        )
+        raise CheckpointError("is_encoder_decoder: true: only causal language models are scored")
     return config
 
 
@@ -235,31 +218,40 @@ class Header:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files that hold the weights: those that the index lists, else all
-    ``*.safetensors``. Raises CheckpointError for pickles, left-over and missing files."""
-    present = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
+    """Return the names of the files that transformers reads the weights from: those that the index
+    lists, else ``model.safetensors``. Raises CheckpointError for pickles and missing files."""
     if (folder / ADAPTER).exists():
         raise CheckpointError(f"{ADAPTER}: it is an adapter; merge it into its model first")
-    if (folder / INDEX).exists():
-        listed = _indexed_files(folder)
-        if missing := [name for name in listed if name not in present]:
-            raise CheckpointError(f"{INDEX} lists {some(missing)}, which is not there")
-        if left_over := [name for name in present if name not in listed]:
+    if not (folder / INDEX).exists():
+        if (folder / SINGLE).is_file():
+            return [SINGLE]
+        pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
+        if pickles:
             raise CheckpointError(
-                f"{some(left_over)} is not listed in {INDEX}; move files that do not belong to the "
-                "checkpoint out of its folder"
+                f"{pickles[0]} is a pickle, which can run code when it is read; if you trust it, "
+                'convert it: python -c "import torch; from safetensors.torch import save_file; '
+                f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
             )
-        return listed
-    pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
-    if not present and pickles:
         raise CheckpointError(
-            f"{pickles[0]} is a pickle, which can run code when it is read; if you trust it, "
-            'convert it: python -c "import torch; from safetensors.torch import save_file; '
-            f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
+            f"no {SINGLE} in {folder}, and no {INDEX} that lists other *.safetensors files"
         )
-    if not present:
-        raise CheckpointError(f"no *.safetensors file in {folder}")
-    return present
+    index = read_json(folder / INDEX)
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not all(
+        isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+        for name in files.values()
+    ):
+        raise CheckpointError(f"{INDEX} has no weight_map from tensor names to *.safetensors files")
+    if not isinstance(index.get("metadata"), dict):
+        raise CheckpointError(
+            f'{INDEX} has no metadata, which transformers reads: "metadata": {{}}'
+        )
+    listed = sorted(set(files.values()))
+    if missing := [name for name in listed if not (folder / name).is_file()]:
+        raise CheckpointError(f"{INDEX} lists {some(missing)}, which is not there")
+    if SINGLE not in listed and (folder / SINGLE).exists():
+        raise CheckpointError(f"{SINGLE} is not listed in {INDEX}; remove one of the two")
+    return listed
 
 
 def read_headers(
@@ -267,17 +259,23 @@ def read_headers(
 ) -> dict[str, Header]:
     """Return the header of each tensor in the weight ``files`` of ``folder``, by name.
 
-    Raises CheckpointError if a name stands in two files, if a file cannot be read, and unless the
-    checkpoint is ``quantized``, if its weights are not floating-point numbers.
+    Raises CheckpointError if a file cannot be read, and unless the checkpoint is ``quantized``, if
+    its weights are not floating-point numbers.
     """
     headers: dict[str, Header] = {}
-    for header in (header for file in files for header in _read_file(folder / file)):
-        before = headers.setdefault(header.name, header)
-        if before is not header:
-            raise CheckpointError(
-                f"{header.name} stands in {before.file} and in {header.file}; move the file that "
-                "does not belong to the checkpoint out of its folder"
-            )
+    for path in (folder / file for file in files):
+        try:
+            with safe_open(path, framework="numpy") as file:  # reads no tensor
+                for name in file.keys():  # noqa: SIM118  no mapping
+                    part = file.get_slice(name)
+                    headers[name] = Header(
+                        file=path.name, name=name, shape=[*part.get_shape()], dtype=part.get_dtype()
+                    )
+        except (SafetensorError, OSError, ValueError) as error:
+            with path.open("rb") as file:
+                pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+            why = f"is not a safetensors file, or a broken one ({error})"
+            raise CheckpointError(f"{path.name} {LFS_REMEDY if pointer else why}") from None
     allowed = FLOATS | {"I64"}  # the latter of tables, as DeepSeek V4's of experts
     others = [n for n, h in headers.items() if h.dtype not in allowed and not BUFFERS.search(n)]
     if others and not quantized:
@@ -304,104 +302,41 @@ def require_fit(
         raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
 
 
-def _read_file(path: Path) -> list[Header]:
-    try:
-        with safe_open(path, framework="numpy") as file:  # reads no tensor
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
-            return [
-                Header(file=path.name, name=name, shape=[*part.get_shape()], dtype=part.get_dtype())
-                for name, part in parts.items()
-            ]
-    except (SafetensorError, OSError, ValueError) as error:
-        with path.open("rb") as file:
-            pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
-        why = f"is not a safetensors file, or a broken one ({error})"
-        raise CheckpointError(f"{path.name} {LFS_REMEDY if pointer else why}") from None
-
-
-def _indexed_files(folder: Path) -> list[str]:
-    index = read_json(folder / INDEX)
-    files = index.get("weight_map")
-    if not isinstance(files, dict) or not all(
-        isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
-        for name in files.values()
-    ):
-        raise CheckpointError(f"{INDEX} has no weight_map from tensor names to *.safetensors files")
-    if not isinstance(index.get("metadata"), dict):
-        raise CheckpointError(
-            f'{INDEX} has no metadata, which transformers reads: "metadata": {{}}'
-        )
-    return sorted(set(files.values()))
-
-
 # All that transformers reads for a causal model, its generation settings and its tokenizer: a
 # change in any of them can change a score. (A tokenizer may also be in tokenizer.4.0.json.)
-TOKENIZER_JSON = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json")
-TOKENIZER = (
-    *TOKENIZER_JSON, "merges.txt", "dict.txt",
-    "*vocab*", "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*.codes", "emoji.json",
-    "byte_maps.json", "normalizer.json", "word_*.json", "chat_template*",
-    "additional_chat_templates/*",
+READ = (
+    CONFIG, "generation_config.json", INDEX, "tokenizer*.json", "special_tokens_map.json",
+    "added_tokens.json", "merges.txt", "dict.txt", "*vocab*", "*.model", "*.spm", "*.tiktoken",
+    "*.tokenizer", "*.codes", "emoji.json", "byte_maps.json", "normalizer.json", "word_*.json",
+    "chat_template*", "additional_chat_templates/*",
 )  # fmt: skip
-SETTINGS_ALONE = (  # of a tokenizer whose words stand in another file, but for one of bytes
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*chat_template*",
-)  # fmt: skip
-READ = (CONFIG, "generation_config.json", INDEX, *TOKENIZER)
 
 
-def file_names(folder: Path, weights: list[str]) -> list[str]:
-    """Return the paths within ``folder`` of all files that loading reads: ``weights``, config.json,
-    then the others in the order of their names."""
-    read = {
-        path.relative_to(folder).as_posix()
-        for pattern in READ
-        for path in folder.glob(pattern)
-        if path.is_file()
-    }
-    return [*weights, CONFIG, *sorted(read - {*weights, CONFIG})]
-
-
-def stamps(folder: Path, names: Iterable[str]) -> tuple[tuple[str, int, int], ...]:
-    """Return name, bytes and time of change in nanoseconds of files in ``folder``."""
+def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], ...]:
+    """Return path within ``folder``, bytes and time of change in nanoseconds of all files that
+    loading reads: ``weights``, config.json, then the others in the order of their names."""
+    paths = (path for pattern in READ for path in folder.glob(pattern) if path.is_file())
+    names = {path.relative_to(folder).as_posix() for path in paths} - {*weights, CONFIG}
     try:
-        stats = [(name, (folder / name).stat()) for name in names]
+        stats = [(name, (folder / name).stat()) for name in (*weights, CONFIG, *sorted(names))]
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if it has no file that a tokenizer is read from, or a damaged one."""
-    names = [name for name, *_ in checkpoint.files if _is_one_of(name, TOKENIZER)]
-    with named(checkpoint.source):
-        contents: dict[str, dict[str, Any]] = {}
-        for name in names:
-            if _is_one_of(name, TOKENIZER_JSON):
-                try:
-                    contents[name] = read_json(checkpoint.folder / name)
-                except CheckpointError as error:
-                    raise CheckpointError(f"{error}; fetch it again") from None
-        kind = contents.get("tokenizer_config.json", {}).get("tokenizer_class")
-        of_bytes = kind == "ByT5Tokenizer"  # which has no file of words
-        if not of_bytes and all(_is_one_of(name, SETTINGS_ALONE) for name in names):
-            raise CheckpointError("no tokenizer; put its tokenizer.json into the folder")
-        if "tokenizer.json" in names:
-            try:
-                Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
-            except Exception as error:  # what the library raises has no class of its own
-                raise CheckpointError(
-                    f"tokenizer.json: {first_line(error)}; fetch it again"
-                ) from None
-
-
-def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
+    """Raise CheckpointError if it has no file that a tokenizer is read from."""
+    weights = {header.file for header in checkpoint.headers.values()}
+    names = {name for name, *_ in checkpoint.files if "chat_template" not in name} - weights
+    if names <= {CONFIG, INDEX, "generation_config.json"}:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.source}: no tokenizer; put its tokenizer.json into the folder"
+        )
 
 
 def require_unchanged(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if its files changed since ``find``."""
-    names = file_names(checkpoint.folder, weight_files(checkpoint.folder))
-    if stamps(checkpoint.folder, names) != checkpoint.files:
+    if files_read(checkpoint.folder, weight_files(checkpoint.folder)) != checkpoint.files:
         raise CheckpointError("its files changed after this run began; run again")
 
 
@@ -453,7 +388,7 @@ class Checkpoint:
     @property
     def training(self) -> Trained | None:
         """Return the summary of its training by qbench; None if another program trained it."""
-        training = _training(self.folder)
+        training = read_own_training(self.folder)
         return None if training is None else training.summary
 
     @property
@@ -469,7 +404,7 @@ class Checkpoint:
         return self.max_length if table or self.config.keys() & set(CONTEXT[1:]) else None
 
 
-def _training(folder: Path) -> Training | None:
+def read_own_training(folder: Path) -> Training | None:
     """Return the record of the training that wrote ``folder``; None if qbench did not train it.
 
     Raises CheckpointError if the record or config.json was changed afterwards.
@@ -496,13 +431,7 @@ def model_headers(checkpoint: Checkpoint) -> dict[str, Header]:
     return {fla.llama_name(name): header for name, header in checkpoint.headers.items()}
 
 
-def is_parameter(normalizer: str, name: str) -> bool:
-    """Return whether the tensor ``name`` is a parameter of ``normalizer``."""
-    attributes = [parameter.attribute for parameter in _parameters(normalizer)]
-    return name.rpartition(".")[2] in attributes
-
-
-def _parameters(normalizer: str) -> tuple[Parameter, ...]:
+def parameters_of(normalizer: str) -> tuple[Parameter, ...]:
     """Return the normalizer's parameters; none for ``native``, whose class reads its own."""
     return () if normalizer == NATIVE else NORMALIZERS.get(normalizer).parameters
 
@@ -525,52 +454,38 @@ def find(
     """
     folder = _folder(source, revision)
     with named(source):
-        return _read_checkpoint(source, folder, normalizer, quantized)
-
-
-def _read_checkpoint(
-    source: str, folder: Path, normalizer: str | None, quantized: bool
-) -> Checkpoint:
-    config = read_config(folder, quantized=quantized)
-    _training(folder)  # refuses a config.json that was changed after training
-    weights = weight_files(folder)
-    headers = read_headers(folder, weights, quantized=quantized)
-    require_sizes(config, len(headers))
-    trained_with = _normalizer(config, normalizer, headers)
-    kind = fla.in_transformers_words(config)["model_type"]  # refuses what no class there computes
-    if kind not in class_names():
-        raise CheckpointError(
-            f"config.json: model_type {kind!r} is no causal language model of the installed "
-            "transformers; code of the checkpoint's own (auto_map) is never run"
-        )
-    # Whether each attention module has its parameter is checked when the model is loaded
-    attributes = {name.rpartition(".")[2] for name in headers}
-    for parameter in _parameters(trained_with):
-        if parameter.required and parameter.attribute not in attributes:
+        config = read_config(folder, quantized=quantized)
+        read_own_training(folder)  # refuses a config.json that was changed after training
+        weights = weight_files(folder)
+        headers = read_headers(folder, weights, quantized=quantized)
+        require_sizes(config, len(headers))
+        trained_with = _normalizer(config, normalizer, headers)
+        kind = fla.in_transformers_words(config).get("model_type")  # refuses what no class computes
+        if kind not in class_names():
             raise CheckpointError(
-                f"missing: {parameter.attribute} of every attention module, which {trained_with} "
-                "needs; is qbench_normalizer in config.json right?"
+                f"config.json: model_type {kind!r} is no causal language model of the installed "
+                "transformers; code of the checkpoint's own (auto_map) is never run"
             )
-    others = sorted({header.file for header in headers.values()} - {SINGLE})
-    if others and not (folder / INDEX).exists():
-        raise CheckpointError(
-            f"{others[0]}: transformers reads {SINGLE}, or the files that {INDEX} lists; rename "
-            "it or move it out of the folder"
+        # Whether each attention module has its parameter is checked when the model is loaded
+        attributes = {name.rpartition(".")[2] for name in headers}
+        for parameter in parameters_of(trained_with):
+            if parameter.required and parameter.attribute not in attributes:
+                raise CheckpointError(
+                    f"missing: {parameter.attribute} of every attention module, which "
+                    f"{trained_with} needs; is qbench_normalizer in config.json right?"
+                )
+        files = files_read(folder, weights)
+        total, parts = digests(folder, [name for name, *_ in files], weights)
+        return Checkpoint(
+            source=source,
+            folder=folder,
+            normalizer=trained_with,
+            config=config,
+            digest=total,
+            digests=parts,
+            files=files,
+            headers=headers,
         )
-    if (folder / "generation_config.json").exists():
-        read_json(folder / "generation_config.json")
-    names = file_names(folder, weights)
-    total, parts = digests(folder, names, weights)
-    return Checkpoint(
-        source=source,
-        folder=folder,
-        normalizer=trained_with,
-        config=config,
-        digest=total,
-        digests=parts,
-        files=stamps(folder, names),
-        headers=headers,
-    )
 
 
 def _folder(source: str, revision: str | None) -> Path:
@@ -686,28 +601,11 @@ def _no_linear_layer(name: str) -> bool:
     return router or bool(NONE_OF_THESE.fullmatch(last) or EXPERTS.search(name))
 
 
-# --- the chat template of a checkpoint
-
-
-def read_template(folder: Path) -> str | None:
-    """Return the default chat template of a checkpoint's ``folder``; None if it has none."""
-    file = folder / "chat_template.jinja"
+def has_chat_template(folder: Path) -> bool:
+    """Return whether the checkpoint in ``folder`` has a chat template."""
+    if any(folder.glob("*chat_template*")):
+        return True
     try:
-        if file.is_file():
-            return file.read_text()
-        template = json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"]
-        if isinstance(template, list):  # several by name
-            template = {entry["name"]: entry["template"] for entry in template}["default"]
+        return bool(json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return template if isinstance(template, str) and template else None
-
-
-def template_problem(template: str) -> str | None:
-    """Return the line and error of a chat template that is no Jinja template; None for others."""
-    source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # of transformers
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-    except TemplateSyntaxError as error:
-        return f"line {error.lineno}: {error.message}"
-    return None
+        return False

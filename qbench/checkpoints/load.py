@@ -4,7 +4,7 @@ already, and measure what its class does."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,9 @@ from qbench.checkpoints.find import (
     Checkpoint,
     ChosenAttention,
     Header,
-    is_parameter,
     model_headers,
     named,
+    parameters_of,
     require_fit,
     require_unchanged,
 )
@@ -198,10 +198,11 @@ def _normalizer_tensors(checkpoint: Checkpoint, report: dict[str, Any]) -> list[
     missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
     if fla.recognizes(checkpoint.config):
         extra = {name for name in extra if not name.endswith(fla.TABLE)}
+    attributes = [parameter.attribute for parameter in parameters_of(checkpoint.normalizer)]
     parameters = {
         name
         for name in extra & model_headers(checkpoint).keys()
-        if is_parameter(checkpoint.normalizer, name)
+        if name.rpartition(".")[2] in attributes
     }
     require_fit(sorted(missing), sorted(extra - parameters), _misshapen(report))
     return sorted(parameters)
@@ -320,15 +321,9 @@ def load_prequantized(
         headers = checkpoint.headers
         require_stored_head(model, checkpoint.folder, headers)
         if not logits.isfinite().all():
-            _refuse_not_finite(
-                (
-                    (header.name, ~read_tensor(checkpoint.folder, header).float().isfinite())
-                    for header in headers.values()
-                    if header.dtype.startswith(("BF16", "F16", "F32", "F64", "F8"))
-                ),
-                torch.float32,
+            raise CheckpointError(
+                "its logits are not finite; its weights are damaged: fetch them again"
             )
-            raise CheckpointError("its logits are not finite, though all that its files hold is")
         rounds = "its library rounds activations of several tokens together"
         model.chosen_attention = measured_attention(model, checkpoint, attention, fallback, rounds)
     return model
@@ -429,31 +424,20 @@ def require_finite(model: PreTrainedModel) -> None:
     counted.
     """
     buffers = dict(model.named_buffers())  # of which masks may hold -inf
-
-    def bad() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in (*model.named_parameters(), *buffers.items()):
-            if not tensor.is_floating_point():
-                continue
-            load_block(model, name)
-            if not tensor.sum().isfinite():
-                yield name, tensor.isnan() if name in buffers else ~tensor.isfinite()
-
-    _refuse_not_finite(bad(), model.dtype)
-
-
-def _refuse_not_finite(bad: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
-    """Raise CheckpointError if a mask of ``bad``, by the name of its tensor, is true anywhere."""
-    counts = ((name, int(mask.sum()), mask.numel()) for name, mask in bad)
-    lines = [f"{name} ({count} of {total} values)" for name, count, total in counts if count]
+    lines = []
+    for name, tensor in (*model.named_parameters(), *buffers.items()):
+        if not tensor.is_floating_point():
+            continue
+        load_block(model, name)
+        if not tensor.sum().isfinite():
+            bad = int((tensor.isnan() if name in buffers else ~tensor.isfinite()).sum())
+            lines += [f"{name} ({bad} of {tensor.numel()} values)"] * (bad > 0)
     if lines:
-        more = f" and {len(lines) - 3} more tensors" if len(lines) > 3 else ""
-        too_large = "" if dtype == torch.float32 else (
-            ", or, if they are too large for this dtype, use --dtype float32"
-        )  # fmt: skip
-        raise CheckpointError(
-            f"not finite, as {str(dtype).removeprefix('torch.')}: "
-            f"{', '.join(lines[:3])}{more}; the weights are damaged; fetch them again{too_large}"
-        )
+        remedy = "the weights are damaged; fetch them again"
+        if model.dtype != torch.float32:
+            remedy += ", or, if they are too large for this dtype, use --dtype float32"
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise CheckpointError(f"not finite, as {dtype}: {some(lines, most=3)}; {remedy}")
 
 
 def read_tensor(folder: Path, header: Header) -> torch.Tensor:

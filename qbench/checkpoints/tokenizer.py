@@ -4,7 +4,6 @@ models imports libraries that take seconds and print lines of their own."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -46,32 +45,21 @@ def puts_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
 
 
-def other_tokens(
-    checkpoint: Checkpoint, other: Checkpoint
-) -> tuple[str, list[int], list[int]] | None:
-    """Return one of TEXTS that the tokenizers of two checkpoints cut into other tokens, special
-    ones aside, with the first ids of each from where they differ; None if there is none."""
+def tokenizer_difference(checkpoint: Checkpoint, other: Checkpoint) -> str | None:
+    """Return how the tokenizer of ``checkpoint`` cuts texts otherwise than that of ``other``: by
+    its words and merges, however they are written, else by the tokens of TEXTS, special ones aside;
+    None if neither differs."""
     first, second = load_tokenizer(checkpoint), load_tokenizer(other)
+    if first.is_fast and second.is_fast:
+        words, others = (
+            json.loads(each.backend_tokenizer.to_str())["model"] for each in (first, second)
+        )
+        if words != others:
+            return f"has other words or merges than {other.source}'s"
     for text in TEXTS:
         ids, others = (
             each(text, add_special_tokens=False)["input_ids"] for each in (first, second)
         )
         if ids != others:
-            pairs = enumerate(zip(ids, others, strict=False))
-            start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others)))
-            return f"{text!r:.40}", ids[start:][:8], others[start:][:8]
+            return f"makes {ids[:8]} of {text!r:.40}, and {other.source}'s {others[:8]}"
     return None
-
-
-def other_rules(file: Path, other: Path) -> list[str]:
-    """Return the parts of two tokenizer.json files that cut words and differ: the vocabulary, the
-    merges, what normalizes and splits texts. How a part is written does not count."""
-    first, second = (json.loads(path.read_text(encoding="utf-8")) for path in (file, other))
-    parts = {
-        "vocabulary": lambda t: (t.get("model") or {}).get("vocab"),
-        "merges": lambda t: [
-            m if isinstance(m, str) else " ".join(m)
-            for m in (t.get("model") or {}).get("merges", ())
-        ],
-    }
-    return [name for name, part in parts.items() if part(first) != part(second)]

@@ -102,8 +102,26 @@ def analyze(
         device=planned.device,
         blocks=blocks,
     )
-    work = work_of(planned, settings, launcher.out, only, sensitivity)
-    broken = [record for part in work for record in run_part(*part, planned, launcher, force=force)]
+    cells = chosen(planned, only)
+    require_runnable(cells)
+    units = plan_sensitivities(planned, sensitivity, settings) if sensitivity is not None else ()
+    analyzed, analyses = plan_analyses(planned, settings), Analyses(launcher.out)
+    grid = analysis_grid(planned, analyzed)
+    before = analyses.put_manifest(grid)
+    if before is not None and before.cells != grid.cells:
+        complain(
+            f"{analyses.directory} held analyses of other texts, settings or versions; their "
+            "records stay, but its tables now show this one (--out keeps both)"
+        )
+    names = {cell.name for cell in cells}
+    analyzed = [cell for cell in analyzed if cell.name in names]
+    broken = compute_missing(analyses, settings, analyzed, planned, launcher, force=force)
+    if sensitivity is not None:
+        checkpoints = {cell.checkpoint_name for cell in cells}
+        units = [cell for cell in units if cell.checkpoint_name in checkpoints]
+        by_layer = sensitivities(launcher.out)
+        put_sensitivity_grid(by_layer, units, planned.recipe.name)
+        broken += compute_missing(by_layer, settings, units, planned, launcher, force=force)
     paths = write_analyses(Store(launcher.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
@@ -113,40 +131,7 @@ def analyze(
         raise typer.Exit(1)
 
 
-def work_of(
-    plan: Plan,
-    settings: AnalysisSettings,
-    out: Path,
-    only: str | None,
-    sensitivity: str | None,
-) -> list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]]:
-    """Return what to compute: folder, settings and cells of each kind of analysis. Says so if a
-    folder held analyses of other texts or settings."""
-    cells = chosen(plan, only)
-    require_runnable(cells)
-    units = plan_sensitivities(plan, sensitivity, settings) if sensitivity is not None else ()
-    chosen_names = {cell.name for cell in cells}
-    planned, analyses = plan_analyses(plan, settings), Analyses(out)
-    grid = analysis_grid(plan, planned)
-    before = analyses.put_manifest(grid)
-    if before is not None and before.cells != grid.cells:
-        typer.echo(
-            f"{analyses.directory} held analyses of other texts, settings or versions; their "
-            "records stay, but its tables now show this one (--out keeps both)",
-            err=True,
-        )
-    chosen_cells = [cell for cell in planned if cell.name in chosen_names]
-    work: list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]] = []
-    work.append((analyses, settings, chosen_cells))
-    if sensitivity is not None:
-        checkpoints = {cell.checkpoint_name for cell in cells}
-        units = [cell for cell in units if cell.checkpoint_name in checkpoints]
-        put_sensitivity_grid(sensitivities(out), units, plan.recipe.name)
-        work.append((sensitivities(out), settings, units))
-    return work
-
-
-def run_part(
+def compute_missing(
     analyses: Analyses,
     settings: AnalysisSettings,
     cells: Sequence[Cell],

@@ -33,22 +33,10 @@ def complain(line: str) -> None:
 def refuse(error: Exception) -> NoReturn:
     """Print what was wrong, one line per problem, and end with exit code 2."""
     with suppress(OSError):  # standard error may be on the full disk, too
-        for line in error.lines if isinstance(error, QbenchError) else [_error_line(error)]:
-            complain(line)
+        line = str(error) or type(error).__name__
+        for each in error.lines if isinstance(error, QbenchError) else [line]:
+            complain(each)
     sys.exit(2)
-
-
-def _error_line(error: Exception) -> str:
-    """Return one line for an error of the machine or the input."""
-    if isinstance(error, MemoryError):
-        return f"out of memory: {error}" if str(error) else "out of memory"
-    if isinstance(error, UnicodeEncodeError):
-        return f"text that {error.encoding} cannot hold: {shown(error.object[error.start :])}"
-    if isinstance(error, UnicodeError):
-        return f"not UTF-8 text ({error})"
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error) or type(error).__name__
 
 
 def show_written(paths: list[Path]) -> None:
@@ -138,28 +126,22 @@ class Commands(TyperGroup):
 
 def _usage(error: Any) -> str:
     """Return one line on a wrong use of the command line."""
-    if (context := getattr(error, "ctx", None)) is not None:
-        command = context.command_path
-    else:  # an option without its value: click says of no command
-        command = " ".join(["qbench", *(name for name in sys.argv[1:2] if name in COMMANDS)])
-    said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
-    option = str(getattr(error, "option_name", None)).replace("_", "-")
-    if replacement := removed.OPTIONS.get(option):
-        said = f"{option} was removed: {replacement}"
-    elif option in removed.RECIPE_KEYS:
-        said = f"{option} is a key of a recipe: {removed.RECIPE_KEYS[option]}; --save-recipe FILE "
-        said += "writes the recipe of options"
-    for (option, value), replacement in removed.VALUES.items():
-        if f"'{option}'" in said and f"'{value}' is not" in said:
-            said = f"{option} {value} was removed: {replacement}"
-    unknown = said.removeprefix("No such command '").partition("'")[0]
-    name = f"{command.removeprefix('qbench')} {unknown}".strip()  # "bench training"
-    if replacement := removed.COMMANDS.get(name):
-        said = f"`qbench {name}` was removed: {replacement}"
+    context, param, words = getattr(error, "ctx", None), getattr(error, "param", None), sys.argv[1:]
+    # of an option without its value click does not say the command
+    command = context.command_path if context else " ".join(["qbench", *words[:1]])
+    line = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
+    option = str(getattr(error, "option_name", None) or (param.opts[-1] if param else ""))
+    option = option.replace("_", "-")
+    for name in (option, *(f"{option} {word}" for word in words), " ".join(words[:2]), *words[:1]):
+        if answer := removed.COMMAND_LINE.get(name):
+            line = f"{name} was removed: {answer}"
+        elif key := removed.RECIPE_KEYS.get(name):
+            line = f"{name} is a key of a recipe: {key}; --save-recipe FILE writes the recipe of "
+            line += "options"
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(context.get_help(), err=True)
-        said = "no command was given"
-    return f"{command}: {said}; `{command} --help` lists what is possible"
+        line = "no command was given"
+    return f"{command}: {line}; `{command} --help` lists what is possible"
 
 
 app = typer.Typer(

@@ -7,17 +7,16 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 
-from qbench.errors import OutputError, RecipeError
+from qbench.errors import OutputError
 from qbench.files import require_writable
 from qbench.plugins import load_file
-from qbench.quantizers.registry import split_commas
 from qbench.recipe import Overrides
 
 
@@ -63,15 +62,17 @@ class CommandGroup(typer.Typer):
             entries = (line.partition(": ") for line in re.sub(r"\n +", " ", section).splitlines())
             help = {parameter: text for parameter, _, text in entries}
             parameters: list[inspect.Parameter] = []
-            chosen: tuple[str, ...] = ()
+            chosen: dict[str, None] = {}
             for parameter in inspect.signature(command, eval_str=True).parameters.values():
                 if parameter.name == "overrides":
-                    chosen = (*(get_args(parameter.annotation)[1:] or OPTIONS), "plugin")
+                    chosen = dict.fromkeys(
+                        (*(get_args(parameter.annotation)[1:] or OPTIONS), "plugin")
+                    )
                     parameters += [
                         parameter.replace(
-                            name=option, default=DEFAULTS.get(option), annotation=OPTIONS[option]
+                            name=option, default=EMPTY.get(option), annotation=OPTIONS[option]
                         )
-                        for option in dict.fromkeys(chosen)
+                        for option in chosen
                     ]
                 else:
                     annotation = _with_help(parameter, help.get(parameter.name))
@@ -79,9 +80,10 @@ class CommandGroup(typer.Typer):
 
             @functools.wraps(command)
             def wrapper(**values: Any) -> None:
-                if chosen:
-                    given = {option: values.pop(option, DEFAULTS.get(option)) for option in chosen}
-                    values["overrides"] = _overrides(given)
+                if chosen:  # plug-ins were loaded while the options were read
+                    given = {FIELDS.get(name, name): values.pop(name) for name in chosen}
+                    del given["plugin"]
+                    values["overrides"] = Overrides(**given)
                 command(**values)
 
             # what typer reads
@@ -106,17 +108,6 @@ def _with_help(parameter: inspect.Parameter, help: str | None) -> Any:
     option = copy.copy(settings[0]) if settings else typer.Option(*flag)
     option.help = help
     return Annotated[kind, option]
-
-
-def _overrides(given: dict[str, Any]) -> Overrides:
-    """Return the parts of a recipe that options replace; plug-ins were loaded while the options
-    were read."""
-    values = {name: value for name, value in given.items() if name not in ("plugin", "checkpoint")}
-    values["checkpoints"] = named("--checkpoint", given["checkpoint"])
-    values["quantized"] = named("--quantized", given.get("quantized", []))
-    for name in {"quantizers", "tasks"} & given.keys():
-        values[name] = listed(f"--{name}", given[name])
-    return Overrides(**values)
 
 
 NewFile = Annotated[Path | None, _output("FILE")]
@@ -161,13 +152,8 @@ PluginOption = Annotated[
         callback=_load_plugins,
         is_eager=True,
         metavar="FILE",
-        help="Python file that registers quantizers, normalizers or executors of your own; may be "
-        "repeated.",
+        help="Python file that registers quantizers or normalizers of your own; may be repeated.",
     ),
-]
-ExecutorOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Run cells on an executor that a plug-in registers."),
 ]
 ClusterOption = Annotated[
     str | None,
@@ -181,9 +167,9 @@ DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Wher
 Json = Annotated[Path | None, _output("FILE", "Also write JSON here, and the table beside it.")]
 
 
-def _option(name: str, part: FieldInfo) -> Any:
-    """Return the option of the command line for the field ``name`` of Overrides."""
-    settings = dict(part.json_schema_extra["settings"])
+def _option(part: FieldInfo) -> Any:
+    """Return the option of the command line for a field of Overrides."""
+    settings = dict(part.json_schema_extra["option"])
     flags = [settings.pop("flag")] if "flag" in settings else []
     kind = settings.pop("type", part.annotation)
     option = typer.Option(*flags, help=" ".join(part.description.split()), **settings)
@@ -191,32 +177,8 @@ def _option(name: str, part: FieldInfo) -> Any:
 
 
 OPTIONS: dict[str, Any] = {
-    "checkpoint" if name == "checkpoints" else name: _option(name, part)
+    "checkpoint" if name == "checkpoints" else name: _option(part)
     for name, part in Overrides.model_fields.items()
 } | {"plugin": PluginOption}
-DEFAULTS = {"checkpoint": [], "quantized": [], "skip_missing": False, "plugin": []}
-
-
-def listed(option: str, names: str | None) -> tuple[str, ...] | None:
-    """Return the names of a list with commas, None for None. Raises RecipeError if one is empty."""
-    if names is None:
-        return None
-    listed_names = tuple(split_commas(names) if option == "--quantizers" else names.split(","))
-    listed_names = tuple(name.strip() for name in listed_names)
-    if not all(listed_names):
-        raise RecipeError(f"{option} {names!r}: write names with commas between them")
-    return listed_names
-
-
-def named(option: str, pairs: Sequence[str]) -> dict[str, str]:
-    """Return ``NAME=SOURCE`` texts as a dictionary. Raises RecipeError for a malformed or repeated
-    one."""
-    sources: dict[str, str] = {}
-    for pair in pairs:
-        name, separator, source = pair.partition("=")
-        if not (name and separator and source):
-            raise RecipeError(f"{option} {pair}: write NAME=PATH_OR_HUB_ID")
-        if name in sources:
-            raise RecipeError(f"{option} {pair}: {name} is given twice")
-        sources[name] = source
-    return sources
+FIELDS = {"checkpoint": "checkpoints"}  # of Overrides, by option
+EMPTY = {"checkpoint": [], "quantized": [], "plugin": []}  # defaults other than None

@@ -1,5 +1,5 @@
 """Run the cells of a recipe (``qbench run``), or show them with their cost (``qbench plan``): in
-this process, in processes of this host, on an executor of a plug-in, or on a cluster."""
+this process, in processes of this host, or on a cluster."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -23,7 +22,6 @@ from qbench.cli.app import complain
 from qbench.cli.options import (
     ClusterOption,
     DeviceOption,
-    ExecutorOption,
     NewFile,
     Only,
     Out,
@@ -40,7 +38,6 @@ from qbench.machine import (
     gpu_slots,
     memory_gib,
     terminal,
-    visible_gpus,
 )
 from qbench.plan import Cell, Plan, cell_names, require_runnable, select, streams
 from qbench.plan import plan as plan_recipe
@@ -48,13 +45,9 @@ from qbench.recipe import Overrides, Recipe, added_column, save
 from qbench.records import Record
 from qbench.runner.grid import find_kept, is_up_to_date, run_cells
 from qbench.runner.progress import Display
-from qbench.runner.workers import EXECUTORS, Workers
+from qbench.runner.workers import Workers
 from qbench.store import Store
 from qbench.text import duration, group_by_reason
-
-if TYPE_CHECKING:
-    from qbench.runner.dask import DaskExecutor
-
 
 CELLS_PER_GPU = 3  # quantization of one cell overlaps with the scoring of others
 
@@ -117,7 +110,6 @@ def launch(
     cluster: str | None,
     gpus: str | None,
     workers: int | None,
-    executor: str | None,
 ) -> Iterator[Launcher]:
     """Start what runs the cells; yield a launcher with its executor.
 
@@ -127,21 +119,21 @@ def launch(
     """
     device_map = launcher.recipe.evaluation.device_map
     places = {
-        "evaluation.device_map": device_map, "--executor": executor, "--cluster": cluster,
-        "--gpus": gpus, "--workers": workers,
+        "evaluation.device_map": device_map, "--cluster": cluster, "--gpus": gpus,
+        "--workers": workers,
     }  # fmt: skip
     first, *others = [name for name, value in places.items() if value is not None] or [""]
     if others and first != "--gpus":
         raise RecipeError(
             f"{first}: leave {others[0]} out; only one of the two can say where cells run"
         )
-    if executor is not None:
-        with EXECUTORS.get(executor)(launcher.device) as running:
-            yield dataclasses.replace(
-                launcher, executor=running, description=f"executor {executor}"
-            )
-    elif cluster is not None:
-        with _connected(launcher, cluster) as dask:
+    if cluster is not None:
+        if importlib.util.find_spec("distributed") is None:
+            raise UnavailableError("--cluster: Dask is not installed; pip install -e '.[cluster]'")
+        from qbench.runner.dask import connected  # an extra, and a second to import
+
+        device = None if launcher.device == "auto" else launcher.device
+        with connected(cluster, device, folders=[launcher.out, cache_folder()]) as dask:
             yield dataclasses.replace(
                 launcher, device=dask.device, gpu=dask.expected["GPU"], executor=dask,
                 description=dask.description,
@@ -159,17 +151,6 @@ def launch(
         yield launcher
 
 
-def _connected(launcher: Launcher, cluster: str) -> contextlib.AbstractContextManager[DaskExecutor]:
-    """Return the context of the workers of ``--cluster``, on the device that ``launcher`` names or,
-    for ``auto``, on the one that they have."""
-    if importlib.util.find_spec("distributed") is None:
-        raise UnavailableError("--cluster: Dask is not installed; pip install -e '.[cluster]'")
-    from qbench.runner.dask import connected  # an extra, and a second to import
-
-    device = None if launcher.device == "auto" else launcher.device
-    return connected(cluster, device, folders=[launcher.out, cache_folder()])
-
-
 def run(
     *,
     recipe: RecipeOrOptions = None,
@@ -181,7 +162,6 @@ def run(
     gpus: Annotated[str | None, typer.Option(metavar="all|N")] = None,
     workers: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
     cluster: ClusterOption = None,
-    executor: ExecutorOption = None,
     save_recipe: NewFile = None,
 ) -> None:
     """Quantize, audit and score every cell of a recipe, or of options alone; write records and
@@ -212,7 +192,7 @@ def run(
     if save_recipe is not None:
         save(recipe, overrides, save_recipe)
     with launch(
-        launcher, cells, cluster=cluster, gpus=gpus, workers=workers, executor=executor
+        launcher, cells, cluster=cluster, gpus=gpus, workers=workers
     ) as launcher:  # its processes import libraries while the run is planned
         planned, records = _run_cells(launcher, only, force)
     from qbench.cli.results import show_tables  # pandas
@@ -297,7 +277,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
     cells = planned.select(only)
     yield f"on {how(planned, cells)}"
     yield from _sizes(cells)
-    todo, estimates = list[str](), list[Estimate]()
+    todo, seconds = list[str](), list[float]()
     for cell in cells:
         record = store.get_valid(cell.grid_cell)
         about = f"{cell.name}  key {cell.key[:16]}"
@@ -310,16 +290,13 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
         else:
             todo.append(cell.key)
             if (cost := estimate(cell, planned)) is not None:
-                estimates.append(cost)
-                about += f"  {cost}"
-                if cost.memory_gib > (room := memory_gib(planned.device)):
-                    about += f": does not fit into {room:.1f} GiB"
+                seconds.append(cost[0])
+                about += f"  about {duration(cost[0])}, {_memory(cell, planned, cost[1])}"
             yield f"{'to run  ' if record is None else 'to retry'}  {about}"
-    if estimates:
-        seconds = duration(sum(cost.seconds for cost in estimates))
+    if seconds:
         yield (
-            f"{len(estimates)} of {len(todo)} cells to run take about {seconds} one after the "
-            "other, by their shapes and usual rates: right within a factor of three"
+            f"{len(seconds)} of {len(todo)} cells to run take about {duration(sum(seconds))} one "
+            "after the other, by their shapes and usual rates: right within a factor of three"
         )
     yield from notes(planned, cells)
     yield f"results go to {store.directory}"
@@ -381,80 +358,51 @@ BYTES_PER_TOKEN = 3.7  # of task files, each context once
 REPEATED = 1.6  # contexts that are scored anew with each answer, and padding
 BASE_GIB = {"cuda": 1.5, "cpu": 0.8}  # libraries, batches
 SLOW_BF16 = 10.0
-DISK_RATE, HOST_RATE = 1.0, 8.0  # GiB per second of files, and of files that the host remembers
-PASSES, TASK_PASSES = 10, 3  # how often weights that come block by block are read: in all, per task
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """Speeds of one GPU, or of one core of a CPU in float32, as in docs/speed.md."""
-
-    score: Mapping[str, float]  # operations per second, by scoring mode
-    rounding: float  # seconds for 10⁹ weights, with their audit
-    calibrating: float  # seconds for 10⁹ weights of a method that sees text
-    fixed: float  # seconds of a cell before it computes anything
-
-
+DISK_RATE = 1.0  # GiB per second
+# Of one GPU, or of one core of a CPU in float32, as in docs/speed.md: operations per second by
+# scoring mode, seconds for 10⁹ weights with their audit, seconds before a cell computes anything
 RATES = {
-    "cuda": Rates(
-        score={"fast": 2e14, "exact": 9e13, "lm-eval": 2e13},
-        rounding=3.0, calibrating=15.0, fixed=6.0,
-    ),
-    "cpu": Rates(
-        score={"fast": 3e10, "exact": 2.5e10, "lm-eval": 2e10},
-        rounding=200.0, calibrating=250.0, fixed=2.0,
-    ),
+    "cuda": {"fast": 2e14, "exact": 9e13, "lm-eval": 2e13, "rounding": 3.0, "calibrating": 15.0,
+             "fixed": 6.0},
+    "cpu": {"fast": 3e10, "exact": 2.5e10, "lm-eval": 2e10, "rounding": 200.0,
+            "calibrating": 250.0, "fixed": 2.0},
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """Wall seconds and peak memory in GiB, of the device on CUDA, else of the process."""
-
-    seconds: float
-    memory_gib: float
-
-    def __str__(self) -> str:
-        return f"about {duration(self.seconds)}, {self.memory_gib:.1f} GiB"
-
-
-def estimate(cell: Cell, plan: Plan) -> Estimate | None:
-    """Estimate the time and memory of ``cell`` from its shapes and rates that were measured
-    elsewhere (docs/speed.md): right within a factor of about three. None if the amount of text is
-    not known, as of data on the hub."""
+def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
+    """Return about how many seconds ``cell`` takes, and GiB of memory (of the device on CUDA, else
+    of the process), by its shapes and ``RATES``: right within a factor of about three. None if the
+    amount of text is not known, as of data on the hub."""
     tokens = _tokens(cell, plan)
     if tokens is None:
         return None
-    rates, config = RATES[plan.device], cell.checkpoint.config
-    cores = 1 if plan.device == "cuda" else os.cpu_count() or 1
-    dtype = cell.quantization.compute_dtype
-    slow = SLOW_BF16 if plan.device == "cpu" and dtype != "float32" and not fast_bf16() else 1.0
+    rates, dtype = RATES[plan.device], cell.quantization.compute_dtype
     parameters = elements(cell.checkpoint.headers)
     weights = parameters * BYTES[dtype] / GIB
-    seconds = rates.fixed + 3 * weights / DISK_RATE  # read for loading and for the audit
-    seconds += 2 * parameters * tokens * slow / cores / rates.score[cell.scoring.mode]
-    token = hidden_size(config) * BYTES[dtype] / GIB
-    calibration = 0.0
-    if cell.quantization.needs_calibration and (text := plan.calibration) is not None:
-        calibration = text.samples * text.length * token
-        passes = 2 * text.samples * text.length  # on a CPU by one core
-        seconds += 2 * parameters * slow * passes / rates.score["exact"]
-    memory = BASE_GIB[plan.device] + weights + calibration
+    forward = 2 * parameters / (1 if plan.device == "cuda" else os.cpu_count() or 1)
+    if plan.device == "cpu" and dtype != "float32" and not fast_bf16():
+        forward *= SLOW_BF16
+    seconds = rates["fixed"] + 3 * weights / DISK_RATE  # read for loading and for the audit
+    seconds += forward * tokens / rates[cell.scoring.mode]
+    memory = BASE_GIB[plan.device] + weights
     if cell.quantization.precision.quantized:
-        bits = cell.quantization.precision.weights.bits if cell.quantization.weights else 0.0
         memory += weights  # the audit holds the original beside
-        memory += parameters * bits / 8 / GIB if plan.device == "cpu" else 0.0
-        rate = rates.calibrating if cell.quantization.needs_calibration else rates.rounding
-        seconds += rate * parameters / 1e9
-    if plan.recipe.evaluation.device_map and plan.device == "cuda":
-        memory /= len(visible_gpus())
-    if streams(cell, plan, weights * GIB, lambda: memory_gib("cuda") * GIB):
-        ends = 2 * config.get("vocab_size", 0) * token  # embeddings and LM head
-        blocks = 4 * weights / max(1, config.get("num_hidden_layers", 1))  # two, of two models
-        memory = BASE_GIB[plan.device] + ends + blocks
-        rate = HOST_RATE if weights < memory_gib("cpu") else DISK_RATE
-        seconds += (PASSES + TASK_PASSES * len(plan.tasks)) * weights / rate
-    return Estimate(seconds=seconds, memory_gib=memory)
+        kind = "rounding" if cell.calibration is None else "calibrating"
+        seconds += rates[kind] * parameters / 1e9
+    if (text := cell.calibration) is not None:
+        states = text.samples * text.length
+        memory += states * hidden_size(cell.checkpoint.config) * BYTES[dtype] / GIB
+        seconds += forward * 2 * states / rates["exact"]
+    return seconds, memory
+
+
+def _memory(cell: Cell, plan: Plan, gib: float) -> str:
+    """Return how much memory a cell takes that needs ``gib``, and whether it fits."""
+    weights = elements(cell.checkpoint.headers) * BYTES[cell.quantization.compute_dtype]
+    if streams(cell, plan, weights, lambda: memory_gib("cuda") * GIB):
+        return "and longer, as its weights come block by block"
+    room = memory_gib(plan.device)
+    return f"{gib:.1f} GiB" + (f": does not fit into {room:.1f} GiB" if gib > room else "")
 
 
 def _tokens(cell: Cell, plan: Plan) -> float | None:
@@ -465,6 +413,5 @@ def _tokens(cell: Cell, plan: Plan) -> float | None:
         if task.documents is None or not task.files:
             return None
         size = task.files[0].path.stat().st_size / BYTES_PER_TOKEN
-        repeated = 1.0 if cell.scoring.mode == "fast" else REPEATED
-        total += size * repeated * min(1.0, (limit or task.documents) / task.documents)
-    return total
+        total += size * min(1.0, (limit or task.documents) / task.documents)
+    return total if cell.scoring.mode == "fast" else total * REPEATED

@@ -2,7 +2,6 @@
 
 On a CPU processes are forked from Python's fork server, which imports what every cell needs once.
 On GPUs, and without a fork server, each process imports by itself while the run plans.
-``--executor`` takes an executor of a plug-in instead.
 """
 
 from __future__ import annotations
@@ -37,21 +36,11 @@ from qbench.machine import (
     interrupts_blocked,
     set_library_env,
 )
-from qbench.plugins import Registry
 from qbench.progress import Progress
-
-# By name, for --executor: given "cpu" or "cuda", an executor of concurrent.futures, whose processes
-# are of this host
-EXECUTORS: Registry[Callable[[str], Executor]] = Registry("executor")
 
 PRELOAD = "qbench.runner.preload"
 LONGEST_FOLDER = 70  # bytes of the path of temporary files
 _starting = threading.Lock()
-
-
-def register(name: str, make: Callable[[str], Executor]) -> None:
-    """Register an executor under a name for ``--executor``. ``make`` gets "cpu" or "cuda"."""
-    EXECUTORS.add(name, make)
 
 
 def start_forkserver(processes: int) -> None:

@@ -15,7 +15,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "v
 
 def test_an_encoder_decoder_is_refused_from_its_config(tmp_path):
     config = {**SIZES, "model_type": "t5", "is_encoder_decoder": True}
-    with pytest.raises(CheckpointError, match="encoder-decoder"):
+    with pytest.raises(CheckpointError, match="is_encoder_decoder: true"):
         find(str(write(tmp_path / "c", config)))
 
 

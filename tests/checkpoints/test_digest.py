@@ -10,7 +10,7 @@ from checkpoints.folders import CONFIG, write
 from loading import load_model
 
 from qbench.checkpoints import find
-from qbench.checkpoints.find import file_names, weight_files
+from qbench.checkpoints.find import files_read, weight_files
 from qbench.errors import CheckpointError
 
 READ = [
@@ -66,7 +66,7 @@ def test_files_that_every_tokenizer_of_transformers_names_are_read(tmp_path):
     assert len(named) > 10, "the tables of vocabulary files are not where they were"
     for name in named:
         (folder / name).write_text("{}")
-    assert named <= set(file_names(folder, weight_files(folder)))
+    assert named <= {name for name, *_ in files_read(folder, weight_files(folder))}
 
 
 def test_generation_settings_of_the_folder_reach_the_model(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 from checkpoints.folders import CONFIG, write
 
 from qbench.checkpoints import find
-from qbench.checkpoints.find import require_tokenizer
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError
 
@@ -83,5 +82,3 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path, change):
     with pytest.raises(CheckpointError, match="no usable tokenizer") as error:
         load_tokenizer(checkpoint)
     assert len(str(error.value).splitlines()) == 1
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json.*fetch it again"):
-        require_tokenizer(checkpoint)

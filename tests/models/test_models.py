@@ -4,8 +4,6 @@ What a class's own attention has and ours lacks is measured, and so is what a pa
 no table of classes decides it.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 import transformers
@@ -163,12 +161,6 @@ def test_other_logits_than_its_own_are_refused():
     require_ours(model, logits)
     with pytest.raises(UnavailableError, match="changes the logits of LlamaForCausalLM by 0"):
         require_ours(model, logits + 0.1)
-
-
-def test_an_own_attention_that_a_class_lacks_is_refused(folders):
-    checkpoint = replace(find(str(folders("bloom"))), normalizer="native")
-    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    assert model.chosen_attention.implementation == "eager"  # it has no sdpa
 
 
 def test_logits_that_depend_on_how_many_tokens_follow_are_refused(monkeypatch):

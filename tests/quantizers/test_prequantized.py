@@ -347,8 +347,8 @@ def other_splits(tokenizer):
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (swapped_words, "its tokenizer has other vocabulary than"),
-        (one_merge_less, "its tokenizer has other merges than"),
+        (swapped_words, "its tokenizer has other words or merges than"),
+        (one_merge_less, "its tokenizer has other words or merges than"),
         (other_splits, r"its tokenizer makes \["),
     ],
 )
@@ -561,7 +561,7 @@ GROUPS = {"config_groups": {"all": {"targets": ["Linear"], "weights": per("group
 UNUSABLE = {  # what is wrong: the copy, a change of its tensors and of its config.json, the message
     "a scale is not finite": (
         "bnb-nf4", lambda t: t[ABSMAX].fill_(torch.nan), {},
-        rf"{ABSMAX} \(\d+ of \d+ values\); the weights are damaged; fetch them again$"),
+        "its logits are not finite; its weights are damaged: fetch them again$"),
     # lm-eval ties weights anew after the audit, which would score with the embeddings as head
     "tied, and another head": (
         "bnb-nf4", lambda t: None, {"tie_word_embeddings": True},
