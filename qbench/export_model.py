@@ -20,15 +20,14 @@ from qbench import __version__
 from qbench.attention.transformers import set_attention
 from qbench.cell import calibration_of, load_copy, quantized_model
 from qbench.checkpoints import find
-from qbench.checkpoints.find import linear_shapes
 from qbench.checkpoints.load import difference, load_model, rounding_tolerance
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.comparison.compare import compare
 from qbench.errors import ResultsError, UnavailableError
 from qbench.export import card
 from qbench.files import new_folder, write_atomically
-from qbench.made_copy import MadeCopy, with_made_copy
-from qbench.plan import Cell, find_copy
+from qbench.made_copy import MadeCopy, with_copy, with_made_copy
+from qbench.plan import Cell
 from qbench.quantizers.audit.compare import probe_of
 from qbench.quantizers.audit.weights import digest
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
@@ -36,7 +35,7 @@ from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.quantizers.linear import Experts, QuantizedEmbedding, bias_of
 from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.packed import unpack_codes
-from qbench.quantizers.published import Published, parents
+from qbench.quantizers.published import parents
 from qbench.quantizers.quantize import evidence_of
 from qbench.quantizers.registry import config_of_record
 from qbench.quantizers.texts import CalibrationText
@@ -225,12 +224,7 @@ def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module
         if normalizer != "native":
             set_attention(model, normalizer=normalizer, implementation=implementation)
         return model.eval()
-    published = Published(path=str(folder), compute_dtype=cell.quantization.compute_dtype)
-    config, copy = find_copy(
-        QuantizationConfig(weights=published), cell.checkpoint_name, cell.checkpoint,
-        linear_shapes(cell.checkpoint), measured.model.device.type,
-    )  # fmt: skip
-    return load_copy(replace(cell, quantization=config, copy=copy), device, fallback=True)
+    return load_copy(with_copy(cell, folder, measured.model.device.type), device, fallback=True)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def with_made_copy(
     A copy that an earlier cell made is used again. Raises QuantizationError with the library's last
     line and the path of its log.
     """
-    maker = cell.quantization.weights.fitted(shapes := linear_shapes(cell.checkpoint))
+    maker = cell.quantization.weights.fitted(linear_shapes(cell.checkpoint))
     parts = {
         "original": cell.checkpoint.digest,
         "maker": maker.to_dict(),
@@ -67,14 +67,20 @@ def with_made_copy(
         if not exists:
             with new_folder(folder) as making:
                 _make(cell, maker, calibration, making, device, folder.with_suffix(".log"))
-    path = next(folder.glob("*.gguf"), folder)
-    published = Published(path=str(path), compute_dtype=maker.compute_dtype)
-    config = QuantizationConfig(weights=published)
-    config, copy = find_copy(config, cell.checkpoint_name, cell.checkpoint, shapes, device)
-    values = {f.name: getattr(config.weights, f.name) for f in fields(config.weights)}
-    config = replace(config, weights=MadeCopy(**values, maker=maker))
+    made = with_copy(cell, next(folder.glob("*.gguf"), folder), device)
+    weights = MadeCopy(**vars(made.quantization.weights), maker=maker)
     how = f"{maker.note}, from the cache" if exists else maker.note
-    return replace(cell, quantization=config, copy=copy), how
+    return replace(made, quantization=QuantizationConfig(weights=weights)), how
+
+
+def with_copy(cell: Cell, path: Path, device: str) -> Cell:
+    """Return ``cell`` with the quantized copy of its checkpoint at ``path`` as its weights."""
+    published = Published(path=str(path), compute_dtype=cell.quantization.compute_dtype)
+    config, copy = find_copy(
+        QuantizationConfig(weights=published), cell.checkpoint_name, cell.checkpoint,
+        linear_shapes(cell.checkpoint), device,
+    )  # fmt: skip
+    return replace(cell, quantization=config, copy=copy)
 
 
 def _make(

@@ -115,24 +115,14 @@ class KVCache(KVCacheSettings):
 
 def head_dim(config: Mapping[str, Any]) -> int | None:
     """Return a head's width by a checkpoint's configuration; None if it states none."""
-    config = _text(config)
-    if isinstance(config.get("head_dim"), int):
-        return config["head_dim"]
-    width = _first(config, "hidden_size", "n_embd", "d_model")
-    heads = _first(config, "num_attention_heads", "num_heads", "n_head")
-    return width // heads if width and heads else None
+    config = config.get("text_config") or config
+    width = config.get("hidden_size") or config.get("n_embd") or config.get("d_model")
+    heads = config.get("num_attention_heads") or config.get("num_heads") or config.get("n_head")
+    one_width = isinstance(width, int) and isinstance(heads, int)  # else a list, by layer
+    return config.get("head_dim") or (width // heads if one_width else None)
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Return the longest context in tokens that a configuration states; None if it states none."""
-    return _first(_text(config), "max_position_embeddings", "n_positions")
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
-
-
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    values = (config.get(name) for name in names)
-    return next((n for n in values if isinstance(n, int) and n > 0), None)
+    config = config.get("text_config") or config
+    return config.get("max_position_embeddings") or config.get("n_positions")
