@@ -5,6 +5,7 @@ import re
 import shutil
 from functools import cache
 
+import published_copies
 import pytest
 import torch
 import transformers
@@ -113,6 +114,13 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_p
     activations = found.cell("base/copy").quantization.precision.activations
     assert (activations is not None) == (name in WITH_ACTIVATIONS)
     assert model.config._attn_implementation.startswith("qbench")
+
+
+def test_inputs_beyond_a_copy_s_static_scale_are_not_held_against_it(whole, tmp_path, monkeypatch):
+    """Inputs of softpick's o_proj are so small that a calibrated scale clips at 1."""
+    monkeypatch.setattr(published_copies, "LARGEST_INPUT", 1.0)
+    copy = copy_of(whole, "ct-nvfp4", tmp_path / "copy")
+    assert audited(planned(tmp_path, copy))[0].problems == ()
 
 
 def test_int8_products_are_refused_before_work_where_the_processor_s_sums_saturate(

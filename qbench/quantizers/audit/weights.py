@@ -322,7 +322,8 @@ def measure(
     bits = getattr(settings, "least_bits", settings.num_bits)
     far = (products - squares).abs() > min(0.75, 0.1 + 2.0 ** (1 - bits)) * squares
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(16, columns, generator=draw).to(weight.device, matrix.weight.dtype)
+    # No larger than the identity's: a static scale of the inputs may clip others
+    x = torch.rand(16, columns, generator=draw).mul(2).sub(1).to(weight.device, matrix.weight.dtype)
     product = x.float() @ weight.float().T
     product = product if module.bias is None else product + module.bias.float()
     unpacked = weight if stored.dequantize is None else stored.dequantize().to(weight.device)
