@@ -22,7 +22,7 @@ from qbench.plan import Plan, find_calibration
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.registry import split_commas
 from qbench.quantizers.texts import CalibrationText
-from qbench.recipe import Overrides, Recipe, save
+from qbench.recipe import Overrides, Recipe, absolute, save
 from qbench.runner.progress import Display
 
 
@@ -30,7 +30,7 @@ def budget(
     *,
     recipe: RecipeOrOptions = None,
     overrides: Annotated[
-        Overrides, "checkpoint", "tasks", "data", "definitions", "calibration",
+        Overrides, "checkpoint", "quantized", "tasks", "data", "definitions", "calibration",
         "calibration_samples", "calibration_length", "limit", "dtype",
     ],
     bits: Annotated[str | None, typer.Option(metavar="BITS,…")] = None,
@@ -66,7 +66,8 @@ def budget(
         as gptq-4bit:group_size=32.
     include: lm_head, embeddings, or both: quantize them too, by rtn or hqq, and count them in
         --bits. If they share one matrix, either name means both.
-    peers: Further quantizers to compare the mixes with by the same test, of any size.
+    peers: Further quantizers to compare the mixes with by the same test, of any size; copies that
+        are quantized already are named by --quantized.
     texts: Windows of the calibration text that costs are measured on; the others calibrate.
     length: Tokens of each of these windows.
     """
@@ -77,9 +78,13 @@ def budget(
     included = split_commas(include) if include else []
     if unknown := set(included) - {"lm_head", "embeddings"}:
         raise RecipeError(f"--include {', '.join(sorted(unknown))}: there is lm_head, embeddings")
-    choices, beside = expand(split_commas(methods)), split_commas(peers) if peers else []
-    changed = overrides.model_copy(update={"quantizers": (*choices, *beside)})
-    launcher = load_launcher(recipe, changed, out=out, device=device)
+    choices, peer_entries = expand(split_commas(methods)), split_commas(peers or "")
+    peer_entries += [
+        {"name": "checkpoint", "path": absolute(Path.cwd(), source, hub=True), "label": label}
+        for label, source in overrides.quantized.items()
+    ]
+    overrides = overrides.model_copy(update={"quantizers": tuple(choices), "quantized": {}})
+    launcher = load_launcher(recipe, overrides, out=out, device=device)
     folder, source = launcher.out, _calibration(launcher.recipe, texts)
     require_folder(folder, "--out")
     require_folder(cache_folder(), "$QBENCH_CACHE")
@@ -101,19 +106,19 @@ def budget(
         Display(screen, 1) as display,
     ):
         results, entries = search(
-            partial(planned, Path(scratch) / "recipe.yaml"), choices, beside, budgets,
+            partial(planned, Path(scratch) / "recipe.yaml"), choices, peer_entries, budgets,
             source=source, windows=texts, length=min(length, source.length), include=included,
             cache=cache_folder(), progress=display,
         )  # fmt: skip
-    plan = planned(folder / "recipe.yaml", [*entries, *beside])
+    plan = planned(folder / "recipe.yaml", [*entries, *peer_entries])
     show_written([folder / "recipe.yaml"])
     ended = 0
     try:
         run(recipe=folder / "recipe.yaml", overrides=Overrides(), out=folder, device=device)
     except typer.Exit as exit:
         ended = exit.exit_code
-    lines, paths = report(folder, results, [cell.label for cell in plan.cells[-len(beside) :]]
-                          if beside else [])  # fmt: skip
+    labels = [cell.label for cell in plan.cells]
+    lines, paths = report(folder, results, labels[len(labels) - len(peer_entries) :])
     for line in lines:
         typer.echo(line)
     show_written(paths)
