@@ -31,7 +31,7 @@ from qbench.records import UNQUANTIZED_BITS
 
 GIB = 8 * 2**30  # bits
 UNQUANTIZED = "unquantized"  # the choice to leave a layer as it is
-SMALLER_GROUPS = (16, 32, 64)  # that a uniform column may spend the rest of a budget on
+SMALLER_GROUPS = (16, 32, 64)  # that a budget may have room for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,100 +92,39 @@ def expand(methods: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(quantizers))
 
 
-def require_budget(bits_per_weight: float, least: float) -> None:
-    """Raise RecipeError if no choice takes so few bits as the budget, or if it is no budget."""
-    if not least <= bits_per_weight < UNQUANTIZED_BITS:
-        raise RecipeError(
-            f"--bits {bits_per_weight:.4g}: the smallest choice takes {least:.4g} bits per weight; "
-            f"give a budget from {np.ceil(1000 * least) / 1000:g} to less than {UNQUANTIZED_BITS:g}"
-        )
+def explicit(choice: str, settings: Any) -> str:
+    """Return the text of a choice with the group size of its fitted ``settings``: the patterns of
+    a mix would be fitted to their own layers."""
+    size = getattr(settings, "group_size", None)
+    if size is None or "group_size" in choice:
+        return choice
+    return f"{choice}{',' if ':' in choice else ':'}group_size={size}"
 
 
-def least_bits(sizes: Costs, settings: Iterable[WeightSettings]) -> float:
-    """Return the fewest bits per weight that a choice of ``settings`` for each layer takes."""
-    stored = sum(
-        min(stated_bits(each, {name: shape}) for each in settings
-            if each.of_ends or name not in sizes.ends)
-        for name, shape in sizes.shapes.items()
-    )  # fmt: skip
-    return (stored + sizes.others[1]) / sizes.numbers
-
-
-def stated_bits(settings: WeightSettings, shapes: Shapes) -> float:
+def _stated_bits(settings: WeightSettings, shapes: Shapes) -> float:
     """Return the bits that layers of these ``shapes`` take, as the settings state them."""
     return sum(math.prod(shape) * (settings.num_bits + settings.shared_bits(*shape))
                for shape in shapes.values())  # fmt: skip
 
 
-def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
-    """Return the choice of each layer with the smallest sum of costs of at most
-    ``bits_per_weight``: a multiple-choice knapsack, solved exactly.
-
-    Raises RecipeError if the budget is below the smallest choice or not below 16 bits.
-    """
-    layers = list(costs.options)
-    fewest = {n: min(costs.options[n], key=costs.options[n].__getitem__) for n in layers}
-    require_budget(bits_per_weight, costs.bits_per_weight(fewest))
-    items = [(place, c) for place, name in enumerate(layers) for c in _useful(costs.options[name])]
-    bits, kl = np.array([costs.options[layers[place]][choice] for place, choice in items]).T
-    once = csr_array((np.ones(len(items)), ([place for place, _ in items], range(len(items)))))
-    room = bits_per_weight - costs.others[1] / costs.numbers
-    with redirected(Path(os.devnull)):  # the solver prints
-        result = milp(
-            kl * 1e6 / max(kl.max(), 1e-30),  # its tolerances are absolute
-            constraints=[LinearConstraint(once, 1, 1),
-                         LinearConstraint(bits[None] / costs.numbers, ub=room)],
-            integrality=np.ones(len(items)), bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 1e-7, "time_limit": 120},
-        )  # fmt: skip
-    if result.x is None:
-        raise RecipeError(f"--bits {bits_per_weight:.4g}: no choice was found: {result.message}")
-    return {layers[place]: c for (place, c), x in zip(items, result.x, strict=True) if x > 0.5}
-
-
-def _useful(options: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the choices of a layer that no other choice beats in bits and cost."""
-    useful: list[str] = []
-    for choice in sorted(options, key=options.__getitem__):
-        if not useful or options[choice][1] < options[useful[-1]][1]:
-            useful.append(choice)
-    return useful
-
-
-def column(chosen: Mapping[str, str], label: str, ends: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the recipe's entry of a mix: patterns of layers' names, the first of which counts.
-    ``ends``: LM head and embeddings, which are unquantized unless a pattern names them."""
-    quantized = {name: choice for name, choice in chosen.items() if choice != UNQUANTIZED}
-    left_out = sorted(chosen.keys() - quantized.keys() - set(ends))
-    entry = {"name": "mixed", "label": label, "layers": dict(patterns(quantized))}
-    return {**entry, "ignore": left_out} if left_out else entry
-
-
-def patterns(chosen: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return (pattern, choice) pairs that give each layer its choice by the first pattern that
-    matches. Layers of one projection are one pattern, less exceptions: ``model.layers.*.mlp.up``
-    after ``model.layers.1[024].mlp.up``."""
-    pairs = []
-    for shared, names in alike(chosen).items():
-        counts = Counter(chosen[name] for name in names)
-        usual = max(counts, key=counts.__getitem__)
-        for choice in sorted(counts.keys() - {usual}):
-            pairs += [(p, choice) for p in _numbered([n for n in names if chosen[n] == choice])]
-        pairs.append((shared, usual))
-    return pairs
-
-
-def _numbered(names: Iterable[str]) -> list[str]:
-    """Return patterns that match ``names`` alone, which differ in numbers; names whose first
-    number differs in its last digit alone are one pattern."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        before, number, after = re.match(r"(\D*)(\d*)(.*)", name).groups()
-        groups.setdefault((before + number[:-1], after), []).append(number[-1:])
-    return [
-        f"{before}{digits[0] if len(digits) == 1 else '[' + ''.join(sorted(digits)) + ']'}{after}"
-        for (before, after), digits in groups.items()
-    ]
+def require_budgets(
+    sizes: Costs, settings: Iterable[WeightSettings], budgets: Iterable[float]
+) -> float:
+    """Return the fewest bits per weight that a choice of ``settings`` for each layer takes. Raises
+    RecipeError for a budget of fewer, or in which all layers fit unquantized."""
+    smallest = sum(
+        min(_stated_bits(each, {name: shape}) for each in settings
+            if each.of_ends or name not in sizes.ends)
+        for name, shape in sizes.shapes.items()
+    )  # fmt: skip
+    least = (smallest + sizes.others[1]) / sizes.numbers
+    for bits in budgets:
+        if not least <= bits < UNQUANTIZED_BITS:
+            raise RecipeError(
+                f"--bits {bits:.4g}: the smallest choice takes {least:.4g} bits per weight; give a "
+                f"budget from {np.ceil(1000 * least) / 1000:g} to less than {UNQUANTIZED_BITS:g}"
+            )
+    return least
 
 
 def smaller_groups(
@@ -203,7 +142,7 @@ def smaller_groups(
             size = getattr(chosen, "group_size", None) or 0
             for group in (size, *(g for g in SMALLER_GROUPS if g < size and size % g == 0)):
                 each = replace(chosen, group_size=group) if size else chosen
-                bits = (stated_bits(each, inside) + sizes.others[1]) / numbers
+                bits = (_stated_bits(each, inside) + sizes.others[1]) / numbers
                 name = choice.replace(f"group_size={size}", f"group_size={group}")
                 family = type(chosen), choice.partition(":")[2]
                 if bits <= budget:
@@ -212,13 +151,26 @@ def smaller_groups(
     return {name: each for name, each in further.items() if name not in settings}
 
 
-def uniform_column(choice: str, end: str = UNQUANTIZED, ends: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the recipe's entry of a column that gives all layers ``choice``, and ``ends``, the LM
-    head and embeddings, the choice ``end``."""
-    if end == UNQUANTIZED or not ends:
-        return {"name": choice, "label": _label(choice)}
-    layers = {**dict.fromkeys(ends, end), "*": choice}
-    return {"name": "mixed", "label": f"{_label(choice)}-ends-{_label(end)}", "layers": layers}
+def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
+    """Return the choice of each layer with the smallest sum of costs of at most
+    ``bits_per_weight``: a multiple-choice knapsack, solved exactly. Raises RecipeError if no choice
+    fits."""
+    layers = list(costs.options)
+    items = [(place, choice) for place, name in enumerate(layers) for choice in costs.options[name]]
+    bits, kl = np.array([costs.options[layers[place]][choice] for place, choice in items]).T
+    once = csr_array((np.ones(len(items)), ([place for place, _ in items], range(len(items)))))
+    room = bits_per_weight - costs.others[1] / costs.numbers
+    with redirected(Path(os.devnull)):  # the solver prints
+        result = milp(
+            kl * 1e6 / max(kl.max(), 1e-30),  # its tolerances are absolute
+            constraints=[LinearConstraint(once, 1, 1),
+                         LinearConstraint(bits[None] / costs.numbers, ub=room)],
+            integrality=np.ones(len(items)), bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-7, "time_limit": 120},
+        )  # fmt: skip
+    if result.x is None:
+        raise RecipeError(f"--bits {bits_per_weight:.4g}: no choice was found: {result.message}")
+    return {layers[place]: c for (place, c), x in zip(items, result.x, strict=True) if x > 0.5}
 
 
 def best_uniform(
@@ -237,36 +189,60 @@ def best_uniform(
     return min(fitting)[1:] if fitting else None
 
 
-def explicit(choice: str, settings: Any) -> str:
-    """Return the text of a choice with the group size of its fitted ``settings``: the patterns of
-    a mix would be fitted to their own layers."""
-    size = getattr(settings, "group_size", None)
-    if size is None or "group_size" in choice:
-        return choice
-    return f"{choice}{',' if ':' in choice else ':'}group_size={size}"
+def uniform_column(choice: str, end: str = UNQUANTIZED, ends: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the recipe's entry of a column that gives all layers ``choice``, and ``ends``, the LM
+    head and embeddings, the choice ``end``."""
+    label, label_of_ends = (
+        re.sub(r"[^\w.+-]+", "-", each).replace("group_size-", "g") for each in (choice, end)
+    )
+    if end == UNQUANTIZED or not ends:
+        return {"name": choice, "label": label}
+    layers = {**dict.fromkeys(ends, end), "*": choice}
+    return {"name": "mixed", "label": f"{label}-ends-{label_of_ends}", "layers": layers}
 
 
-def _label(choice: str) -> str:
-    return re.sub(r"[^\w.+-]+", "-", choice).replace("group_size-", "g")
+def column(chosen: Mapping[str, str], label: str, ends: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the recipe's entry of a mix: patterns of layers' names, the first of which counts.
+    ``ends``: LM head and embeddings, which are unquantized unless a pattern names them."""
+    quantized = {name: choice for name, choice in chosen.items() if choice != UNQUANTIZED}
+    left_out = sorted(chosen.keys() - quantized.keys() - set(ends))
+    entry = {"name": "mixed", "label": label, "layers": dict(patterns(quantized))}
+    return {**entry, "ignore": left_out} if left_out else entry
+
+
+def patterns(chosen: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (pattern, choice) pairs that give each layer its choice by the first pattern that
+    matches. Layers of one projection are one pattern, less exceptions, which are one pattern if
+    their numbers differ in the last digit alone: ``model.layers.*.mlp.up`` after
+    ``model.layers.1[024].mlp.up``."""
+    pairs = []
+    for shared, names in alike(chosen).items():
+        usual = Counter(chosen[name] for name in names).most_common(1)[0][0]
+        exceptions: dict[tuple[str, str, str], str] = {}
+        for name in names:
+            if chosen[name] != usual:
+                before, digit, after = re.match(r"(\D*\d*)(\d)(.*)", name).groups()
+                group = chosen[name], before, after
+                exceptions[group] = exceptions.get(group, "") + digit
+        for (choice, before, after), digits in sorted(exceptions.items()):
+            pairs.append((f"{before}[{digits}]{after}", choice))
+        pairs.append((shared, usual))
+    return pairs
 
 
 def asking(costs: Costs, chosen: Mapping[str, str]) -> str:
     """Return a sentence that says which projections and layers of a mix have the most bits."""
-    layers: dict[int, list[str]] = {}
+    groups: dict[str | int, list[str]] = {}
     for name in chosen:
+        groups.setdefault(name.rpartition(".")[2], []).append(name)
         if number := re.search(r"\d+", name):
-            layers.setdefault(int(number[0]), []).append(name)
-
-    def mean(names: Sequence[str]) -> float:
-        stored = sum(costs.options[n][chosen[n]][0] for n in names)
-        return stored / sum(math.prod(costs.shapes[n]) for n in names)
-
-    def most(groups: Mapping[Any, Sequence[str]]) -> list[tuple[Any, float]]:
-        means = [(group, mean(names)) for group, names in groups.items()]
-        return sorted(means, key=lambda each: -each[1])
-
-    parts = most({shared.rpartition(".")[2]: names for shared, names in alike(chosen).items()})
-    text = "bits per weight: " + ", ".join(f"{name} {bits:.2f}" for name, bits in parts)
-    return f"{text}; most in layers " + ", ".join(
-        f"{n} ({bits:.2f})" for n, bits in most(layers)[:3]
-    )
+            groups.setdefault(int(number[0]), []).append(name)
+    means = {
+        group: sum(costs.options[n][chosen[n]][0] for n in names)
+        / sum(math.prod(costs.shapes[n]) for n in names)
+        for group, names in groups.items()
+    }
+    ranked = sorted(means, key=means.__getitem__, reverse=True)
+    projections = [f"{group} {means[group]:.2f}" for group in ranked if isinstance(group, str)]
+    layers = [f"{group} ({means[group]:.2f})" for group in ranked if isinstance(group, int)]
+    return f"bits per weight: {', '.join(projections)}; most in layers {', '.join(layers[:3])}"

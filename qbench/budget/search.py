@@ -18,30 +18,28 @@ from matplotlib.figure import Figure
 
 from qbench.budget.choose import (
     UNQUANTIZED,
-    Costs,
     asking,
     best_uniform,
     column,
     explicit,
-    least_bits,
-    require_budget,
+    require_budgets,
     smaller_groups,
     solve,
     uniform_column,
 )
 from qbench.comparison.losses import kl_column
-from qbench.comparison.wording import effect_text, interval_text
-from qbench.errors import RecipeError
+from qbench.comparison.wording import interval_text
+from qbench.comparison.wording import ratio as ratio_text
 from qbench.files import write_atomically
 from qbench.plan import Plan
 from qbench.quantizers.config import alike
-from qbench.records import UNQUANTIZED_BITS, Record
+from qbench.records import Record
 from qbench.statistics import KL_MEAN, Effect, Missing, Panel, adjust, effect
 from qbench.store import Store
 from qbench.viewer.figures import COLOURS, MARKERS, STYLE
 
 WIDTHS = ("#fde725", "#5ec962", "#21918c", "#3b528b", "#440154")  # of 2, 3, 4, 8 and 16 bits
-CURVE = [2.5 + step / 8 for step in range(29)]  # bits per weight, to 6
+CURVE = [2.5 + step / 4 for step in range(15)]  # bits per weight, to 6
 
 
 def search(
@@ -69,10 +67,7 @@ def search(
     sizes, ends = searched.sizes, searched.sizes.ends
     bits = {label: value if unit == "bits" else sizes.from_gib(value)
             for label, (value, unit) in budgets.items()}  # fmt: skip
-    least = least_bits(sizes, settings.values())
-    for value in bits.values():
-        if value < 0.99 * least or value >= UNQUANTIZED_BITS:
-            require_budget(value, least)  # before the work; exactly, after it
+    least = require_budgets(sizes, settings.values(), bits.values())
     every = settings | smaller_groups(sizes, settings, bits.values())
     columns = [uniform_column(choice, choice if each.of_ends else UNQUANTIZED, ends)
                for choice, each in every.items()]  # fmt: skip
@@ -99,7 +94,8 @@ def search(
             for choice in every
         },
         "floor": costs.floor,
-        "curve": _curve(costs),
+        "curve": [[round(costs.bits_per_weight(chosen), 4), costs.sum_of(chosen)]
+                  for chosen in (solve(costs, each) for each in CURVE if each >= least)],
         "uniform": [{"label": label, "bits": costs.bits_per_weight(costs.uniform(*pair)),
                      "kl": kl[label]} for pair, label in labels.items()],
         "mixes": [
@@ -120,29 +116,16 @@ def search(
     }, entries  # fmt: skip
 
 
-def _curve(costs: Costs) -> list[list[float]]:
-    """Return the size and the sum of costs of the best mix under each budget of ``CURVE``."""
-    points = []
-    for budget in CURVE:
-        try:
-            chosen = solve(costs, budget)
-        except RecipeError:  # below the smallest choice
-            continue
-        points.append([round(costs.bits_per_weight(chosen), 4), costs.sum_of(chosen)])
-    return points
-
-
-# The certificate
-
-
 def certificate(answer: Effect | Missing, mix: Record, other: Record) -> dict[str, Any]:
     """Return the test of a mix's KL divergence against another column's on a run's documents as
     plain JSON, with a sentence, ``text``, that says which of them to take."""
-    parts: dict[str, Any] = {}
-    texts = []
+    parts, texts = dict[str, Any](), []
     for what, record in {"mix": mix, "other": other}.items():
-        label, size = record.quantizer, record.audit.size
-        bits, gib = size.bits_per_weight, size.gib
+        label, bits, gib = (
+            record.quantizer,
+            record.audit.size.bits_per_weight,
+            record.audit.size.gib,
+        )
         parts |= {what: label, f"{what}_bits": bits, f"{what}_gib": gib}
         texts.append(f"{label} ({bits:.2f} bits per weight, {gib:.3g} GiB)")
     first, second = texts
@@ -151,16 +134,14 @@ def certificate(answer: Effect | Missing, mix: Record, other: Record) -> dict[st
     inner = answer.interval
     low, ratio, high = map(math.exp, (inner.low, inner.estimate, inner.high))
     better = bool(answer.significant and ratio < 1)
-    claim = "not shown to be better than"
-    if answer.significant:
-        claim = f"significantly {'better' if better else 'worse'} than"
-    shown = f"KL {effect_text(answer, percent=False).rstrip('‡')} "
-    shown += interval_text(answer, percent=False).removeprefix("× ")
-    shown += f", {answer.documents:,} documents"
-    shown += f", Holm’s correction over {answer.family}" if answer.family > 1 else ""
-    take = "" if better else f"; take {parts['other']}"
+    claim = "significantly better" if better else "not shown to be better"
+    claim = "significantly worse" if answer.significant and not better else claim
+    interval = interval_text(answer, percent=False).removeprefix("× ")
     return parts | {
-        "text": f"{first} is {claim} {second}: {shown}{take}.",
+        "text": f"{first} is {claim} than {second}: KL × {ratio_text(inner.estimate)} {interval}, "
+        f"{answer.documents:,} documents"
+        + (f", Holm’s correction over {answer.family}" if answer.family > 1 else "")
+        + ("." if better else f"; take {parts['other']}."),
         "ratio": ratio, "low": low, "high": high, "p_holm": answer.p_holm,
         "documents": answer.documents, "significant": answer.significant,
     }  # fmt: skip
@@ -170,15 +151,14 @@ def compare_with(store: Store, pairs: Sequence[tuple[str, str]]) -> list[dict[st
     """Return the ``certificate`` of each (mix, other column) whose records are finished; p-values
     are corrected over all of them."""
     records = {record.quantizer: record for record in store.records() if record.status == "ok"}
-    pairs = [pair for pair in pairs if all(name in records for name in pair)]
-    columns = {name: kl_column(store, records[name]) for pair in pairs for name in pair}
-    answers: list[Effect | Missing] = [
-        Missing(reason="no KL divergence was measured")
-        if columns[mix] is None or columns[other] is None
-        else effect(Panel.of({name: columns[name] for name in (mix, other)}),
-                    {mix: 1.0, other: -1.0}, KL_MEAN)
-        for mix, other in pairs
-    ]  # fmt: skip
+    pairs = [pair for pair in pairs if records.keys() >= {*pair}]
+    answers: list[Effect | Missing] = []
+    for mix, other in pairs:
+        columns = {name: kl_column(store, records[name]) for name in (mix, other)}
+        answers.append(
+            Missing(reason="no KL divergence was measured") if None in columns.values()
+            else effect(Panel.of(columns), {mix: 1.0, other: -1.0}, KL_MEAN)
+        )  # fmt: skip
     tested = iter(adjust([each for each in answers if isinstance(each, Effect)]))
     answers = [next(tested) if isinstance(each, Effect) else each for each in answers]
     return [certificate(answer, *map(records.get, pair))
@@ -189,35 +169,30 @@ def report(
     folder: Path, results: dict[str, Any], peers: Sequence[str]
 ) -> tuple[list[str], list[Path]]:
     """Compare the finished cells of ``folder``, a mix with its uniform column and with each of
-    ``peers``; return the lines to print and the files that were written."""
+    ``peers``; write budget.json and budget.svg. Return the lines to print, and the files."""
     store, mixes = Store(folder), results["mixes"]
     pairs = [(mix["label"], mix["best_uniform"]) for mix in mixes if mix["best_uniform"]]
     results["certificates"] = compare_with(store, pairs)
     results["peers"] = compare_with(store, [(m["label"], peer) for peer in peers for m in mixes])
-    texts = {each["mix"]: each["text"] for each in results["certificates"]}
-    lines = []
+    texts, lines = {each["mix"]: each["text"] for each in results["certificates"]}, []
     for mix in mixes:
         label, total, measured = mix["label"], mix["sum"], mix["kl"]
         nothing = "no uniform column is as small, so there is none to compare with."
         nothing = "not compared, since a cell failed." if mix["best_uniform"] else nothing
-        sums = "the layers' costs, above the floor of rounding, sum to a KL of "
-        sums += f"{total:.2g}, and the mix measures {measured:.2g}"
-        sums += f" (× {measured / total:.2f})" if total > 0 else ""
-        lines += [texts.get(label, f"{label}: {nothing}"), f"  {sums} on the text of the search",
-                  f"  {mix['asks']}"]  # fmt: skip
-    return [*lines, *(each["text"] for each in results["peers"])], write(folder, results)
-
-
-def write(folder: Path, results: Mapping[str, Any]) -> list[Path]:
-    """Write the results of a search to ``budget.json`` and their figure to ``budget.svg``; return
-    the paths."""
+        factor = f" (× {measured / total:.2f})" if total > 0 else ""
+        lines += [
+            texts.get(label, f"{label}: {nothing}"),
+            "  the layers' costs, above the floor of rounding, sum to a KL of "
+            f"{total:.2g}, and the mix measures {measured:.2g}{factor} on the text of the search",
+            f"  {mix['asks']}",
+        ]
     paths = [folder / "budget.json", folder / "budget.svg"]
     write_atomically(paths[0], (json.dumps(results) + "\n").encode())
     target = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": "budget"}):
         draw(results).savefig(target, format="svg", transparent=True, metadata={"Date": None})
     write_atomically(paths[1], target.getvalue().encode())
-    return paths
+    return [*lines, *(each["text"] for each in results["peers"])], paths
 
 
 def draw(results: Mapping[str, Any]) -> Figure:
@@ -228,20 +203,19 @@ def draw(results: Mapping[str, Any]) -> Figure:
     heights = [3.2, *(1.2 for _ in mixes)]
     (top,), *charts = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)
     sizes = {each["label"]: (each["bits"], each["kl"]) for each in results["uniform"]}
-    lines = {
-        "mix: sum of the layers’ costs": (results["curve"], "-", "0.6"),
-        "best uniform column": ([sizes[m["best_uniform"]] for m in mixes if m["best_uniform"]],
-                                "--", "0.6"),
-        "mix: measured": ([(m["bits"], m["kl"]) for m in mixes], "o-", "black"),
-    }  # fmt: skip
-    for label, (points, style, colour) in lines.items():
+    best = [sizes[mix["best_uniform"]] for mix in mixes if mix["best_uniform"]]
+    lines = [
+        ("mix: sum of the layers’ costs", "-", "0.6", results["curve"]),
+        ("best uniform column", "--", "0.6", best),
+        ("mix: measured", "o-", "black", [(mix["bits"], mix["kl"]) for mix in mixes]),
+    ]
+    families = dict.fromkeys(label.partition("-")[0] for label in sizes)
+    for family, marker, colour in zip(families, MARKERS[1:], COLOURS, strict=False):
+        points = [point for label, point in sizes.items() if label.startswith(f"{family}-")]
+        lines.append((family, marker, colour, points))
+    for label, style, colour, points in lines:
         x, y = np.reshape([p for p in sorted(points) if p[1] > 0], (-1, 2)).T
         top.plot(x, y, style, color=colour, label=label)
-    families: dict[str, list[tuple[float, float]]] = {}
-    for label, point in sizes.items():
-        families.setdefault(label.partition("-")[0], []).append(point)
-    for marker, colour, family in zip(MARKERS[1:], COLOURS, families, strict=False):
-        top.plot(*zip(*families[family], strict=True), marker, color=colour, label=family)
     top.set(xlabel="bits per weight", ylabel="KL (nats per token)", yscale="log")
     top.grid(visible=True)
     top.legend()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,11 +129,10 @@ def budget(
 def _numbers(option: str, text: str | None) -> list[tuple[str, float]]:
     """Return the positive numbers of a list with commas, as text and value."""
     numbers = []
-    for item in (text or "").split(",") if text is not None else ():
-        try:
+    for item in text.split(",") if text is not None else ():
+        value = math.nan
+        with suppress(ValueError):
             value = float(item)
-        except ValueError:
-            value = math.nan
         if not 0 < value < math.inf:
             raise RecipeError(f"{option} {shown(item)}: write numbers above 0, such as 2.75,3.5")
         numbers.append((item.strip(), value))
