@@ -263,11 +263,14 @@ def _block(
 
         with torch.cuda.device(work.device):  # Triton launches on the current one
             return gptq_columns.block(work, upper, scale, zero, group, bits)
-    work = work.clone()
+    # a column's numbers side by side: a copy, since the rank-1 updates change it
+    work, scale, zero = (
+        t.T.clone(memory_format=torch.contiguous_format) for t in (work, scale, zero)
+    )
     codes, errors = torch.empty_like(work), torch.empty_like(work)
     for i, number in enumerate(group.tolist()):
-        column, step, middle = work[:, i], scale[:, number], zero[:, number]
-        codes[:, i] = code = packed.nearest(column, step, middle, bits)
-        errors[:, i] = error = (column - step * (code - middle)) / upper[i, i]
-        work[:, i:] -= error[:, None] * upper[i, i:]
-    return codes, errors
+        column, step, middle = work[i], scale[number], zero[number]
+        codes[i] = code = packed.nearest(column, step, middle, bits)
+        errors[i] = error = (column - step * (code - middle)) / upper[i, i]
+        work[i:] -= error * upper[i, i:, None]
+    return codes.T, errors.T

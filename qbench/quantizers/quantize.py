@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from qbench.files import (
 )
 from qbench.machine import version_of
 from qbench.progress import Advance
-from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.calibration import CORES, Calibration
 from qbench.quantizers.config import (
     PackedWeight,
     QuantizationConfig,
@@ -301,13 +302,30 @@ def _quantize_weights(
             result |= made
             notes.append(note)
             continue
-        for done, (name, of_layer) in enumerate(chosen.items()):
-            progress(done, len(chosen))
-            load_block(model, name)
-            made = functions.quantize(name, layers[name], of_layer)
-            result[name] = {part: tensor.to(offload_device(model)) for part, tensor in made.items()}
+        quantize_layer = partial(_quantize_layer, functions, model, layers)
+        one_thread = torch.set_num_threads, (1,)
+        with ThreadPoolExecutor(CORES, "layer", *one_thread) as pool:
+            several = pool.map if model.device.type == "cpu" else map
+            for done, made in enumerate(
+                several(quantize_layer, *zip(*chosen.items(), strict=True))
+            ):
+                progress(done, len(chosen))
+                result |= made
         notes += {of_layer.note or of_layer.method: None for of_layer in chosen.values()}
     return result, " and ".join(dict.fromkeys(notes))
+
+
+@torch.no_grad()
+def _quantize_layer(
+    functions: Any,
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    name: str,
+    chosen: WeightSettings,
+) -> dict[str, Tensors]:
+    load_block(model, name)
+    made = functions.quantize(name, layers[name], chosen)
+    return {name: {part: tensor.to(offload_device(model)) for part, tensor in made.items()}}
 
 
 def _to_quantize(model: nn.Module, settings: WeightSettings) -> dict[str, nn.Linear]:

@@ -194,7 +194,7 @@ def test_hessians_are_those_of_every_calibration_token(batch_size):
         torch.testing.assert_close(found.double(), hessian(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "bfloat16", "mixtral"])
 @pytest.mark.parametrize("cores", [1, 3])
 def test_paused_forwards_give_what_forwards_from_the_beginning_give(kind, cores, monkeypatch):
     """To the bit, experts that some batches do not reach included; each batch runs once."""
@@ -203,8 +203,8 @@ def test_paused_forwards_give_what_forwards_from_the_beginning_give(kind, cores,
     results, ran, threads = [], [], threading.active_count()
     for pauses in (True, False):
         monkeypatch.setattr(SequentialCalibrator, "_can_pause", lambda *_, pauses=pauses: pauses)
-        model = llama() if kind == "llama" else tiny_model(kind)
-        linearize(model)
+        model = tiny_model(kind) if kind == "mixtral" else llama()
+        linearize(model.bfloat16() if kind == "bfloat16" else model)
         chosen = settings("gptq-4bit", batch_size=2, damp=0.5).fitted(shapes_of(model)).weights
         mlp = model.model.layers[0].mlp
         handle = mlp.register_forward_hook(lambda *_, pauses=pauses: ran.append(pauses))

@@ -183,8 +183,9 @@ class Gptq(ColumnOrder):
         ),
     ] = True
     batch_size: Annotated[
-        int, Field(ge=1, le=65536, description="calibration samples in one forward")
-    ] = 8
+        Annotated[int, Field(ge=1, le=65536)] | None,
+        Field(description="calibration samples in one forward; null: 8 on a GPU, 1 on a CPU"),
+    ] = None
 
 
 class Bnb(WeightSettings):
