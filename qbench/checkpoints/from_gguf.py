@@ -6,10 +6,10 @@ Run as a program of its own, so that who plans a run loads no torch:
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from qbench.errors import CheckpointError
 from qbench.files import file_digest, kept_digest
+from qbench.machine import import_transformers
 
 if TYPE_CHECKING:
     from gguf import ReaderField
@@ -30,6 +31,7 @@ def dequantized_folder(file: Path, cache: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
+            print(f"{file.name}: dequantized once, into {folder.parent}", file=sys.stderr)
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
                 made = Path(temporary) / "made"
                 command = [sys.executable, "-m", "qbench.checkpoints.from_gguf"]
@@ -46,8 +48,13 @@ def dequantized_folder(file: Path, cache: Path) -> Path:
 def main(file: Path, folder: Path) -> None:
     """Write ``file`` to ``folder``. transformers saves no model that it loaded from GGUF, so the
     weights go into a new one of the same configuration."""
+    import gguf
     import torch
-    from gguf import GGUFReader
+
+    # transformers asks for both again and again: half of the time of SmolLM2
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    import_transformers()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -56,11 +63,12 @@ def main(file: Path, folder: Path) -> None:
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(loaded.state_dict())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if problem := tokenizer_problem(tokenizer, GGUFReader(file).fields.get(ADD_BOS)):
+    if problem := tokenizer_problem(tokenizer, gguf.GGUFReader(file).fields.get(ADD_BOS)):
         raise ValueError(f"{problem}; a newer transformers, or the original's folder")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -78,7 +86,7 @@ def tokenizer_problem(
     entries of its vocabulary, or leaves out BOS, which the field ``add_bos`` may ask for."""
     size, special = len(tokenizer), set(tokenizer.all_special_ids)
     ids = [i for i in range(0, size, max(1, size // ENTRIES)) if i not in special]
-    encode = partial(tokenizer.encode, add_special_tokens=False)
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     returned = sum(encode(tokenizer.decode([i])) == [i] for i in ids)
     if returned < RETURNED * len(ids):
         return f"the tokenizer is read wrongly: {returned} of {len(ids)} tokens are one token again"

@@ -111,9 +111,9 @@ class SequentialCalibrator:
         """Run the calibration text up to the first block and trace the blocks once.
 
         ``layers``: the linear layers to quantize, by name. ``batch_size``: samples in one forward;
-        None: 8 on a GPU, 1 on a CPU, whose cores take one each. Raises QuantizationError if the model
-        does not run its blocks one after the other, if they do not hold all of ``layers``, or if
-        they receive something beside hidden states that depends on the text.
+        None: 8 on a GPU, 1 on a CPU, whose cores take one each. Raises QuantizationError if the
+        model does not run its blocks one after the other, if they do not hold all of ``layers``, or
+        if they receive something beside hidden states that depends on the text.
         """
         self.root, self.blocks = _blocks(model, layers)
         self._model, self._device = model, next(model.parameters()).device
