@@ -19,5 +19,4 @@ with redirected(Path(os.devnull)), suppress(Exception):  # what is missing is sa
     for module in MODULES:
         importlib.import_module(module)
 gc.enable()
-gc.collect()
 gc.freeze()  # what is shared stays so: no fork looks through it for garbage
