@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -396,7 +396,12 @@ def plan(
     """
     checkpoints = _checkpoints(recipe)
     tasks, skipped = find_tasks(recipe)
-    groups = find_groups(recipe, skipped)
+    groups = tuple({  # that have scores of their own, and data for all of their tasks
+        group.name: group
+        for task in recipe.tasks
+        for group in task_groups(task.name, recipe.definitions)
+        if not set(skipped) & set(group.tasks)
+    }.values())  # fmt: skip
     if recipe.primary is not None:
         scores = [f"{group.name}/{metric.metric}" for group in groups for metric in group.metrics]
         for task in tasks:
@@ -458,7 +463,13 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
     """Yield the cells of one checkpoint, unquantized ones first; ``plan`` has no cells yet."""
     evaluation = plan.recipe.evaluation
     if evaluation.add_bos:
-        require_bos(name, checkpoint)
+        from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos  # imports transformers
+
+        if not puts_bos(load_tokenizer(checkpoint)):
+            raise RecipeError(
+                f"checkpoints.{name}: evaluation.add_bos: true, but this tokenizer puts no BOS "
+                "before a text; set add_bos: false or give it a post-processor that does"
+            )
     if evaluation.apply_chat_template and not has_chat_template(checkpoint.folder):
         raise RecipeError(
             f"evaluation.apply_chat_template: checkpoints.{name} has no chat template: it was not "
@@ -666,17 +677,6 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
 MOST_LINES = 3
 
 
-def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]:
-    """Return the groups that have scores of their own and all of whose tasks have data."""
-    groups = {
-        group.name: group
-        for task in recipe.tasks
-        for group in task_groups(task.name, recipe.definitions)
-        if not set(skipped) & set(group.tasks)
-    }
-    return tuple(groups.values())
-
-
 def find_calibration(recipe: Recipe, *, needed: bool = False) -> CalibrationText | None:
     """Return the calibration text; None if the recipe names none, or if no quantizer needs one and
     it is not ``needed`` otherwise."""
@@ -771,17 +771,6 @@ def scoring_settings(
         fallback=evaluation.scoring == "auto",
         chat=chat,
     )
-
-
-def require_bos(name: str, checkpoint: Checkpoint) -> None:
-    """Raise RecipeError if the tokenizer of checkpoint ``name`` adds no BOS."""
-    from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
-
-    if not puts_bos(load_tokenizer(checkpoint)):
-        raise RecipeError(
-            f"checkpoints.{name}: evaluation.add_bos: true, but this tokenizer puts no BOS before "
-            "a text; set add_bos: false or give it a post-processor that does"
-        )
 
 
 def unsupported_reasons(

@@ -98,21 +98,16 @@ def bundled_recipes() -> Path:
     return in_wheel if in_wheel.is_dir() else Path(__file__).parents[1] / "recipes"
 
 
-def find_recipe(path: Path) -> Path:
-    """Return ``path``; if nothing is there and qbench comes with a recipe of that path, such as
-    recipes/demo.yaml, return that one and say so on standard error."""
-    if os.path.lexists(path) or path.parts[:1] != ("recipes",):
-        return path
-    bundled = bundled_recipes().joinpath(*path.parts[1:])
-    if not bundled.is_file():
-        return path
-    print(f"{path}: not in this folder; the one that comes with qbench: {bundled}", file=sys.stderr)
-    return bundled
-
-
 def read_yaml(path: Path) -> Source:
-    """Read a recipe's YAML. Raises RecipeError, with the line, for what is no mapping."""
-    path = find_recipe(path)
+    """Read a recipe's YAML. If nothing is there and qbench comes with a recipe of that path, such
+    as recipes/demo.yaml, read that one and say so on standard error. Raises RecipeError, with the
+    line, for what is no mapping."""
+    if path.parts[:1] == ("recipes",) and not os.path.lexists(path):
+        bundled = bundled_recipes().joinpath(*path.parts[1:])
+        if bundled.is_file():
+            line = f"{path}: not in this folder; the one that comes with qbench: {bundled}"
+            print(line, file=sys.stderr)
+            path = bundled
     yaml = YAML(typ="safe", pure=True)
     try:
         text = path.read_text("utf-8-sig")

@@ -292,16 +292,6 @@ def elements(headers: dict[str, Header]) -> int:
     return sum(math.prod(header.shape) for header in headers.values())
 
 
-def require_fit(
-    missing: Iterable[str] = (), left_over: Iterable[str] = (), misshapen: Iterable[str] = ()
-) -> None:
-    """Raise CheckpointError naming every tensor that is missing, left over or misshapen."""
-    kinds = {"missing": missing, "left over": left_over, "misshapen": misshapen}
-    problems = [f"{kind}: {some(listed)}" for kind, names in kinds.items() if (listed := [*names])]
-    if problems:
-        raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
-
-
 # All that transformers reads for a causal model, its generation settings and its tokenizer: a
 # change in any of them can change a score. (A tokenizer may also be in tokenizer.4.0.json.)
 READ = (

@@ -4,7 +4,7 @@ already, and measure what its class does."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ from qbench.checkpoints.find import (
     model_headers,
     named,
     parameters_of,
-    require_fit,
     require_unchanged,
 )
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line, some
@@ -175,9 +174,16 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
         )
     except Exception as error:  # whatever an odd configuration makes of transformers
         raise CheckpointError(_reason(error)) from error
-    headers = model_headers(checkpoint)
-    parameters = [headers[name] for name in _normalizer_tensors(checkpoint, report)]
-    tensors = {header.name: read_tensor(checkpoint.folder, header) for header in parameters}
+    headers, extra = model_headers(checkpoint), set(report["unexpected_keys"])
+    if ours:
+        extra = {name for name in extra if not name.endswith(fla.TABLE)}
+    attributes = [parameter.attribute for parameter in parameters_of(checkpoint.normalizer)]
+    parameters = {n for n in extra & headers.keys() if n.rpartition(".")[2] in attributes}
+    require_fit(report, extra - parameters)
+    tensors = {
+        headers[name].name: read_tensor(checkpoint.folder, headers[name])
+        for name in sorted(parameters)
+    }
     attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
     require_stored_head(model, checkpoint.folder, headers)
     return model
@@ -192,28 +198,17 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def _normalizer_tensors(checkpoint: Checkpoint, report: dict[str, Any]) -> list[str]:
-    """Return the names of the normalizer's own parameters among the tensors that transformers'
-    ``report`` calls unexpected. Raises CheckpointError for others, missing and misshapen ones."""
-    missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
-    if fla.recognizes(checkpoint.config):
-        extra = {name for name in extra if not name.endswith(fla.TABLE)}
-    attributes = [parameter.attribute for parameter in parameters_of(checkpoint.normalizer)]
-    parameters = {
-        name
-        for name in extra & model_headers(checkpoint).keys()
-        if name.rpartition(".")[2] in attributes
-    }
-    require_fit(sorted(missing), sorted(extra - parameters), _misshapen(report))
-    return sorted(parameters)
-
-
-def _misshapen(report: dict[str, Any]) -> list[str]:
-    """Return a line per tensor of another shape in transformers' ``report`` on what it loaded."""
-    return sorted(
+def require_fit(report: dict[str, Any], left_over: Iterable[str] = ()) -> None:
+    """Raise CheckpointError naming every tensor that transformers' ``report`` calls missing or of
+    another shape, or that is ``left_over``."""
+    misshapen = (
         f"{name} {list(shape)} instead of {list(expected)}"
         for name, shape, expected in report["mismatched_keys"]
     )
+    kinds = {"missing": report["missing_keys"], "left over": left_over, "misshapen": misshapen}
+    problems = [f"{kind}: {some(names)}" for kind, of in kinds.items() if (names := sorted(of))]
+    if problems:
+        raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
 
 
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -298,10 +293,8 @@ def load_prequantized(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # libraries warn of what a plan has said already
-                load = _by_gptqmodel if by_gptqmodel else _by_transformers
-                model, report = load(checkpoint.folder, quantization, dtype, device, dequantize)
+                model = _read_quantized(checkpoint, dtype, device, dequantize, by_gptqmodel)
                 setattr(model, ROUNDS_ACTIVATIONS, rounds_activations)
-                _require_whole(quantization, report)  # before kernels read what is not there
                 model = model.eval().requires_grad_(False)
                 for module in model.modules():  # bitsandbytes repacks for AVX512-BF16, wrongly
                     if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -329,46 +322,42 @@ def load_prequantized(
     return model
 
 
-def _by_transformers(
-    folder: Path, quantization: dict[str, Any], dtype: torch.dtype, device: str, dequantize: bool
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the quantized model, and transformers' report on its tensors."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        device_map={"": device},
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # so that they are named, not loaded
-        **_loading(quantization, dequantize),
-    )
+def _read_quantized(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, dequantize: bool, by_gptqmodel: bool
+) -> PreTrainedModel:
+    """Return the quantized model as transformers loads it, or GPTQModel. Raises CheckpointError for
+    tensors that are missing or of another shape, UnavailableError for experts that transformers
+    reads from no such file."""
+    quantization = checkpoint.config["quantization_config"]
+    method, folder = quantization["quant_method"], checkpoint.folder
+    if by_gptqmodel:
+        from gptqmodel import BACKEND, GPTQModel
 
-
-def _by_gptqmodel(
-    folder: Path, quantization: dict[str, Any], dtype: torch.dtype, device: str, dequantize: bool
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the quantized model as GPTQModel loads it, and a report like transformers'."""
-    from gptqmodel import BACKEND, GPTQModel
-
-    backend = BACKEND(GPTQMODELS_OWN[quantization["quant_method"]])
-    model = GPTQModel.load(str(folder), backend=backend, dtype=dtype, device=device).model
-    if quantization["quant_method"] == "exl3":  # transformers, which lm-eval asks, does not know it
-        del model.config.quantization_config
-    missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    return model, {"missing_keys": missing, "mismatched_keys": []}
-
-
-def _require_whole(quantization: dict[str, Any], report: dict[str, Any]) -> None:
-    """Raise CheckpointError for tensors that transformers' ``report`` says are missing or of
-    another shape than ``quantization`` makes them."""
-    missing, method = sorted(report["missing_keys"]), quantization["quant_method"]
-    if method in ("awq", "gptq") and missing and all(".experts." in n for n in missing):
+        backend = BACKEND(GPTQMODELS_OWN[method])
+        model = GPTQModel.load(str(folder), backend=backend, dtype=dtype, device=device).model
+        if method == "exl3":  # transformers, which lm-eval asks, does not know it
+            del model.config.quantization_config
+        missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+        report = {"missing_keys": missing, "mismatched_keys": []}
+    else:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named, not loaded
+            **_loading(quantization, dequantize),
+        )
+        missing = report["missing_keys"]
+    if method in ("awq", "gptq") and missing and all(".experts." in name for name in missing):
         raise UnavailableError(
             "transformers 5 keeps this model's experts as one tensor and loads none from "
             f"{method} files; compressed-tensors, fp8 and mxfp4 copies load"
         )
-    require_fit(missing, (), _misshapen(report))
+    require_fit(report)  # before kernels read what is not there
+    return model
 
 
 def _loading(quantization: dict[str, Any], dequantize: bool) -> dict[str, Any]:
