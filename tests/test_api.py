@@ -59,8 +59,8 @@ def test_a_recipe_is_planned_run_compared_and_loaded_as_a_table(tmp_path, capfd)
 
 def test_a_model_is_evaluated_in_one_call(tmp_path, capfd):
     found = api.evaluate(
-        DEMO / "softpick", ["rtn-4bit:compute_dtype=float32", "kv4"],
-        tasks="demo_choice", data=DEMO / "data", definitions=DEMO / "tasks", limit=40,
+        DEMO / "softpick", "rtn-4bit,kv4", "demo_choice", dtype="float32",
+        data=DEMO / "data", definitions=DEMO / "tasks", limit=40,
         out=tmp_path / "out", device="cpu",
     )  # fmt: skip
     assert "fp32 is added: damage is measured" in capfd.readouterr().err

@@ -44,7 +44,7 @@ ODD: list[tuple[tuple[str, ...], str]] = [
     *((("check", "grid", "--baseline", path), ".") for path in
       ("folder", "file", "nowhere", "cut.parquet", "grid/grid.json")),
     *(((*RUN, *more), words) for more, words in (
-        (("--checkpoint", "softpick"), "NAME=PATH"),
+        (("--checkpoint", "softpick"), "NAME=PATH"), (("--tasks", ","), "tasks: write names with"),
         (("--checkpoint", "softpick=~nobody-here/x"), "."),
         (("--checkpoint", "softpick=a\0b"), "."),
         (("--checkpoint", "other=x"), "has no other"),

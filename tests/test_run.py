@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from small_recipe import DEMO, qbench, small_recipe
 
+from qbench.errors import OutputError
 from qbench.files import content_key
 from qbench.store import Store
 
@@ -151,13 +152,13 @@ def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
 def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     """Ended as failed before, its scores with it."""
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def full(path, *_):
+        raise OutputError(f"{path}: cannot be written (No space left on device)")
 
     path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*")
     with monkeypatch.context() as disk:
-        disk.setattr("qbench.evaluation.kl_observer.save_tensors", full)
+        disk.setattr("qbench.evaluation.kl_observer.write_tensors", full)
         assert qbench(*options) == 0
     assert "demo_choice is scored, but nothing of it is kept: " in (said := capfd.readouterr().err)
     assert "cannot be written (No space left on device); make room there" in said
