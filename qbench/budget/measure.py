@@ -4,9 +4,11 @@ and of whole quantized models."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,13 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from qbench.analysis.analyze_run import MODEL_PARTS
-from qbench.analysis.sensitivity import Baseline
+from qbench.analysis.sensitivity import Baseline, exchanged
 from qbench.budget.choose import UNQUANTIZED, Costs
 from qbench.cell import as_measured, calibration_of, load, quantized_model
-from qbench.errors import UnavailableError
+from qbench.errors import EvaluationError, UnavailableError
 from qbench.files import content_key, digest_of, write_atomically
 from qbench.machine import free
 from qbench.plan import Cell, Plan
@@ -43,6 +47,8 @@ from qbench.streaming import decoder_blocks, is_sharded, stream_of
 
 SAVE_EVERY = 20.0  # seconds between two writes of unfinished costs
 BATCH_TOKENS = 8192  # read at once
+AT_ONCE = 8  # variants of a block
+LOGITS = 2**26  # computed at once
 
 
 class Search:
@@ -133,13 +139,15 @@ class Search:
             modules = self._modules(apply(quantized, cell.quantization, tensors), cell)
             del quantized
         layers = kept.setdefault("layers", {})
-        for done, (name, (module, bits)) in enumerate(modules.items()):
-            self._advance(number + (1 + done / len(modules)) / 2, total)
-            if name not in layers:
-                layers[name] = bits, self.baseline.kl(in_place(self.model, name, module))
-                kept.save(every=SAVE_EVERY)
+        for _, names in itertools.groupby(modules, self.baseline.block_of):
+            missing = [name for name in names if name not in layers]
+            places = (in_place(self.model, name, modules[name][0]) for name in missing)
+            for name, kl in zip(missing, self.baseline.kl(*places), strict=True):
+                layers[name] = modules[name][1], kl
+            self._advance(number + (1 + len(layers) / len(modules)) / 2, total)
+            kept.save(every=SAVE_EVERY)
         inside = {name: m for name, (m, _) in modules.items() if name not in self.sizes.ends}
-        kept["kl"] = self.baseline.kl(inside)
+        (kept["kl"],) = self.baseline.kl(inside)
         kept.save()
         return kept
 
@@ -167,7 +175,7 @@ class Search:
             places: dict[str, nn.Module] = {}
             for name, (module, _) in self._modules(quantized, cell).items():
                 places |= in_place(self.model, name, module)
-            kept["kl"] = self.baseline.kl(places)
+            (kept["kl"],) = self.baseline.kl(places)
             kept.save()
         return kept["kl"]
 
@@ -197,7 +205,6 @@ class FromBlocks(Baseline):
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
         self.root, self.blocks = decoder_blocks(model)
-        self._start = 0  # the first block that is computed
         super().__init__(model, ids, batch=max(1, BATCH_TOKENS // ids.shape[1]))
         self._inputs: list[list[Tensor]] = []  # by batch and block, [B, T, H]
         handles = [block.register_forward_pre_hook(self._keep, with_kwargs=True)
@@ -208,41 +215,84 @@ class FromBlocks(Baseline):
                 self._hidden(tokens)
             for handle in handles:
                 handle.remove()
-            self._start = len(self.blocks) - 1
+            last = len(self.blocks) - 1
             self.skips = all(  # False: blocks read more than the output of the block before
-                torch.equal(row, self._hidden(tokens))
-                for row, tokens in zip(self.rows, self._batches(), strict=True)
+                torch.equal(row, self._from_block(last, inputs[last], tokens, [{}]))
+                for row, inputs, tokens in zip(
+                    self.rows, self._inputs, self._batches(), strict=True
+                )
             )
-        self._start = 0
-
-    def kl(self, modules: Mapping[str, nn.Module]) -> float:
-        """Return the KL divergence, nats per token, with ``modules``, by name, in the places of the
-        model's. Raises EvaluationError if the logits are not numbers."""
-        places = [name.removeprefix(f"{self.root}.").partition(".")[0] for name in modules]
-        inside = self.skips and all(place.isdigit() for place in places)
-        self._start = min(map(int, places)) if inside else 0
-        try:
-            return float(self.losses(", ".join(list(modules)[:3]), modules)[0].mean())
-        finally:
-            self._start = 0
 
     def _keep(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         self._inputs[-1].append(args[0] if args else kwargs["hidden_states"])
 
-    def _batches(self) -> Iterator[Tensor]:
-        for number, tokens in enumerate(super()._batches()):
-            self._batch = number
-            yield tokens
+    def block_of(self, name: str) -> int | None:
+        """Return the number of the decoder block with the module ``name``; None if it is in none,
+        or if no block can be skipped."""
+        place = name.removeprefix(f"{self.root}.").partition(".")[0]
+        return int(place) if self.skips and place.isdigit() else None
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
-        skipped = self.blocks[: self._start]
-        for block in skipped:  # each returns the input of the first block that is computed
-            block.forward = lambda *_, **__: self._inputs[self._batch][self._start]
+    @torch.inference_mode()
+    def kl(self, *variants: Mapping[str, nn.Module]) -> list[float]:
+        """Return the KL divergence, nats per token, with each of ``variants``, modules by name, in
+        the places of the model's. Those of one block run as one batch after it. Raises
+        EvaluationError if the logits are not numbers."""
+        blocks = {self.block_of(name) for modules in variants for name in modules}
+        if len(blocks) != 1 or None in blocks:
+            losses = [self.losses(", ".join(list(each)[:3]), each) for each in variants]
+            return [float(each[0].mean()) for each in losses]
+        if len(variants) > AT_ONCE:
+            return self.kl(*variants[:AT_ONCE]) + self.kl(*variants[AT_ONCE:])
+        (index,), divergences = blocks, []
+        for rows, inputs, tokens in zip(self.rows, self._inputs, self._batches(), strict=True):
+            hidden = self._from_block(index, inputs[index], tokens, variants)
+            divergences.append(self._compared(rows, hidden.chunk(len(variants))))
+        means = torch.cat(divergences, 1).mean(1).tolist()
+        if not all(map(math.isfinite, means)):
+            raise EvaluationError(f"{next(iter(variants[0]))}: the logits are not numbers")
+        return means
+
+    def _from_block(
+        self, index: int, hidden: Tensor, tokens: Tensor, variants: Sequence[Mapping]
+    ) -> Tensor:
+        """Return the LM head's input [V · B, T − 1, H] with each of the V ``variants``, from the
+        input ``hidden`` [B, T, H] of block ``index``."""
+        block, rows = self.blocks[index], (len(variants) * len(tokens),)
+        forward = block.forward
+
+        def each(*args: Any, **kwargs: Any) -> Tensor:
+            first = (hidden, *args[1:]) if args else ()
+            named = kwargs if args else {**kwargs, "hidden_states": hidden}
+            first, named = tree_map_only(  # a mask of all rows, which are copies
+                Tensor, lambda x: x[: len(tokens)] if x.shape[:1] == rows else x, (first, named)
+            )
+            outputs = []
+            for modules in variants:
+                with exchanged(self.model, modules):
+                    outputs.append(forward(*first, **named))
+            return torch.cat(outputs)
+
         try:
-            return super()._hidden(tokens)
+            for skipped in self.blocks[:index]:
+                skipped.forward = lambda *_, **__: hidden
+            block.forward = each
+            return self._hidden(tokens.repeat(len(variants), 1))
         finally:
-            for block in skipped:
-                del block.forward
+            for changed in self.blocks[: index + 1]:
+                vars(changed).pop("forward", None)
+
+    def _compared(self, old: Tensor, variants: Sequence[Tensor]) -> Tensor:
+        """Return Σ p ln(p/q) of each variant and position, [V, B · (T − 1)]; all are inputs of the
+        LM head."""
+        rows, divergences = max(1, LOGITS // self.head.linear.weight.shape[0]), []
+        pieces = (tensor.flatten(0, 1).split(rows) for tensor in (old, *variants))
+        for before, *after in zip(*pieces, strict=True):
+            log_p = functional.log_softmax(self.head(before).float(), -1)
+            p = log_p.exp()
+            logs_q = (functional.log_softmax(self.head(x).float(), -1) for x in after)
+            parts = [(p * (log_p - log_q)).sum(-1).clamp(min=0) for log_q in logs_q]
+            divergences.append(torch.stack(parts).double())
+        return torch.cat(divergences, 1)
 
 
 def bits_of(tensors: Iterable[Tensor]) -> float:
