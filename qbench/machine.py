@@ -305,18 +305,26 @@ def set_library_env() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-UNUSED = ("hqq", "torchao")
+UNUSED = ("hqq", "torchao", "sklearn")
 
 
 def import_transformers() -> None:
     """Import transformers' code of models without hqq, which it imports for a cache that no cell
-    has, and torchao, for saving models: they bring torch's code generator, a third of the time."""
+    has, torchao, for saving models, and scikit-learn, for assisted decoding: they bring torch's
+    code generator and scipy's distributions, a third of the time. Neither is every installed file
+    looked through for the name of flash-attn's distribution if it is not there."""
+    from unittest.mock import patch  # slow to import
+
     hidden = [name for name in UNUSED if name not in sys.modules]
     for name in hidden:
         # None is Python's own way to say that a module cannot be imported
         sys.modules[name] = None  # type: ignore[assignment]  # so documented
+    flash = any(map(importlib.util.find_spec, ("flash_attn", "flash_attn_interface")))
+    lookup = nullcontext() if flash else patch.object(metadata, "packages_distributions", dict)
     try:
-        importlib.import_module("transformers.modeling_utils")
+        with lookup:
+            for name in ("modeling_utils", "generation.utils"):
+                importlib.import_module(f"transformers.{name}")
     finally:
         for name in hidden:
             del sys.modules[name]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -161,17 +162,19 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     ours = fla.recognizes(checkpoint.config)
     generation = _generation_config(checkpoint.folder)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            config=_config(checkpoint),
-            generation_config=generation,
-            key_mapping=fla.KEY_MAPPING if ours else None,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named below, not loaded
-        )
+        # what a layer draws before its weights are read is never seen
+        with patch.object(nn.Linear, "reset_parameters", lambda layer: None):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                config=_config(checkpoint),
+                generation_config=generation,
+                key_mapping=fla.KEY_MAPPING if ours else None,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are named below, not loaded
+            )
     except Exception as error:  # whatever an odd configuration makes of transformers
         raise CheckpointError(_reason(error)) from error
     headers, extra = model_headers(checkpoint), set(report["unexpected_keys"])
