@@ -74,10 +74,10 @@ class Step:
         self.loss = parallel_loss(model, recipe.compute, processes)
         alone = processes.num_processes == 1
         captures = alone and processes.device.type == "cuda" and recipe.compute.compile
-        self._eager_steps = WARM if captures else recipe.steps  # left
+        self._eager_steps = WARM if captures else math.inf  # left
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._rows: Tensor | None = None  # what the graph reads, [passes, sequences, T + 1]
-        self._results: tuple[Tensor, Tensor] | None = None  # what it writes
+        self._rows: list[Tensor] = []  # what the graph reads: of each pass
+        self._results: tuple[Tensor, Tensor]  # what it writes
 
     def __call__(self, number: int, batches: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
         """Take step ``number``, from 0. Return the mean loss of this process's sequences in nats
@@ -112,10 +112,9 @@ class Step:
     def _replay(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Do as ``_set_gradients`` by a CUDA graph, which is captured by the first call."""
         if self._graph is None:
-            self._rows, graph = torch.stack(rows), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._results = self._set_gradients(self._rows.unbind())
-            self._graph = graph
+            self._rows, self._graph = [row.clone() for row in rows], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._results = self._set_gradients(self._rows)
         for row, new in zip(self._rows, rows, strict=True):
             row.copy_(new)
         self._graph.replay()
