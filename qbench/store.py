@@ -95,8 +95,8 @@ MANIFEST = "grid.json"
 ARCHIVE = "records.tar.xz"
 UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was unpacked last
 WRITTEN = (
-    "records", "analysis", "export", MANIFEST, UNPACKED, ".lock", "tables.md", "tables.csv",
-    "tables.tex",
+    "records", "analysis", "export", MANIFEST, ARCHIVE, UNPACKED, ".lock", "tables.md",
+    "tables.csv", "tables.tex",
 )  # fmt: skip
 PACKED = re.compile(rf"grid\.json|(records|analysis)(/{NAME})+\.(json|parquet)")
 FETCH_AGAIN = "fetch it again"

@@ -1,10 +1,13 @@
 """What a recipe may say, and the one line that a user gets for what it may not."""
 
+import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from small_recipe import DEMO, small_recipe
 
 from qbench.cli import app as cli
 from qbench.errors import RecipeError
@@ -222,3 +225,179 @@ def test_every_key_says_what_it_means():
     for kind in ("CheckpointSource", "CalibrationSource", "Evaluation", "Task"):
         for key, about in schema["$defs"][kind]["properties"].items():
             assert about.get("description"), (kind, key)
+
+
+PAIR = {"softmax": str(DEMO / "softmax"), "softpick": str(DEMO / "softpick")}
+
+
+def copies(folder, count=3):
+    for number in range(count):
+        (folder / f"softmax-seed{number}").mkdir()
+    (folder / "softmax-seed9.txt").write_text("no folder")
+    return folder
+
+
+def test_a_list_is_a_group_of_checkpoints(tmp_path):
+    path = small_recipe(tmp_path, checkpoints={"softmax": ["a", "b"], "softpick": PAIR["softpick"]})
+    recipe = Recipe.load(path)
+    assert {name: one.path for name, one in recipe.checkpoints.items()} == {
+        "softmax.1": str(tmp_path / "a"), "softmax.2": str(tmp_path / "b"),
+        "softpick": PAIR["softpick"],
+    }  # fmt: skip
+    assert recipe.replicates == {"softmax": ("softmax.1", "softmax.2")}
+
+
+@pytest.mark.parametrize(
+    "entry", ["softmax-seed*", {"path": "softmax-seed*", "normalizer": "softmax"}]
+)
+def test_a_path_with_a_star_is_a_group_of_its_folders_in_order(tmp_path, entry):
+    copies(tmp_path)
+    recipe = Recipe.load(small_recipe(tmp_path, checkpoints={"softmax": entry}))
+    assert [one.path for one in recipe.checkpoints.values()] == [
+        str(tmp_path / f"softmax-seed{n}") for n in range(3)
+    ]
+    assert {one.normalizer for one in recipe.checkpoints.values()} == {
+        entry["normalizer"] if isinstance(entry, dict) else None
+    }
+
+
+def test_the_command_line_may_name_a_group(tmp_path):
+    copies(tmp_path)
+    path = small_recipe(tmp_path)
+    recipe = Recipe.load(path, Overrides(checkpoints={"softmax": str(tmp_path / "softmax-seed*")}))
+    assert list(recipe.checkpoints) == ["softmax.1", "softmax.2", "softmax.3", "softpick"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"checkpoints": {"softmax": ["a"]}}, "gives 1 checkpoints; replicates need two"),
+        ({"checkpoints": {"softmax": "nowhere-*"}}, "gives 0 checkpoints"),
+        ({"baseline": "softpick"}, "baseline was removed: list the checkpoint"),
+        ({"replicates": {"a": ["softmax", "softpick"]}}, "replicates was removed: list the paths"),
+    ],
+)
+def test_what_is_no_group_is_refused_with_its_place(tmp_path, changes, said):
+    with pytest.raises(RecipeError, match=said) as error:
+        Recipe.load(small_recipe(tmp_path, **changes))
+    assert "small.yaml:" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("order", [("a.1", "a"), ("a", "a.1")])
+def test_a_checkpoint_called_as_a_groups_training_is_refused_not_dropped(tmp_path, order):
+    entries = {"a.1": PAIR["softmax"], "a": ["x", "y"]}
+    path = small_recipe(tmp_path, checkpoints={name: entries[name] for name in order})
+    with pytest.raises(RecipeError, match=r"a: its trainings are a\.1, a\.2, and a\.1"):
+        Recipe.load(path)
+
+
+ODD = {
+    "holds itself": ("name: &a [*a]", "nested too deeply"),
+    "deep": ("".join(" " * n + "a:\n" for n in range(600)), "nested too deeply"),
+    "int foo": ("name: a\ncompute_dtype: !!int foo", "cannot be read: .*'foo'"),
+    "python": ("name: !!python/object/apply:os.system [ls]", ":1: cannot be read: could not"),
+    "date": ("\nname: 2024-11-05", ":2: name: Input should be a valid string"),
+    "NUL": ("name: a\n\nx: a\0b", "special characters are not allowed"),
+    "number as key": ("name: a\n3: b", ":2: a key must be a word"),
+    "two documents": ("name: a\n---\nname: b", "single document"),
+    "open bracket": ("name: [a", "expected"),
+    "empty": ("", "a recipe is a mapping"),
+    "key twice": ("name: a\nname: b\n", ':2: cannot be read: .*found duplicate key "name"'),
+    "surrogate": ('name: "\\ud800"', "name: "),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_yaml_is_one_line_within_seconds(tmp_path, odd):
+    text, words = ODD[odd]
+    path = tmp_path / "odd.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        Recipe.load(path)
+    assert re.search(words, str(error.value))
+    for line in str(error.value).splitlines():
+        assert line.startswith(str(path))
+        assert len(line) < 400
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.symlink_to(path), "cannot be read \\(Too many levels"),
+        (lambda path: path.symlink_to("nowhere"), "no such recipe"),
+        (lambda path: path.write_bytes("name: a".encode("utf-16")), "not UTF-8"),
+    ],
+    ids=["folder", "loop", "dangling", "UTF-16"],
+)
+def test_what_is_no_file_is_no_recipe(tmp_path, make, words):
+    path = tmp_path / "odd.yaml"
+    make(path)
+    with pytest.raises(RecipeError, match=words):
+        Recipe.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"evaluation": {"limit": 10**12}}, "evaluation.limit"),
+        ({"evaluation": {"limit": True}}, "evaluation.limit"),
+        ({"evaluation": {"max_length": 10**9}}, "evaluation.max_length"),
+        ({"evaluation": {"batch_size": 10**9}}, "evaluation.batch_size"),
+        ({"evaluation": {"batch_size": "many"}}, "evaluation.batch_size"),
+        ({"evaluation": {"seed": 2**32}}, "evaluation.seed"),
+        ({"evaluation": {"add_bos": "yes"}}, "evaluation.add_bos"),
+        ({"evaluation": {"tolerance": {"mean": math.inf}}}, "evaluation.tolerance.mean"),
+        ({"tasks": [{"name": "piqa", "num_fewshot": 10**12}]}, "tasks[0].num_fewshot"),
+        ({"tasks": [{"name": "../piqa"}]}, "tasks[0].name"),
+        ({"tasks": [3]}, "tasks[0]"),
+        ({"tasks": [{"name": "sciq", "files": ["../x"]}]}, "tasks[0].files.evaluation[0]"),
+        (
+            {"tasks": [{"name": "sciq", "files": {"fewshot": ["../x"]}}]},
+            "tasks[0].files.fewshot[0]",
+        ),
+        ({"tasks": [{"name": "sciq", "files": "test"}]}, "tasks[0].files"),
+        ({"calibration": {"path": __file__, "samples": 10**9}}, "calibration.samples"),
+        ({"calibration": {"path": __file__, "seed": -1}}, "calibration.seed"),
+        ({"calibration": {"path": "a\0b"}}, "calibration.path"),
+        ({"checkpoints": {"a": {"path": "b\0"}}}, "checkpoints.a.path"),
+        ({"checkpoints": {"a": {"path": "b", "revision": ""}}}, "checkpoints.a.revision"),
+        ({"checkpoints": {"../a": "b"}}, "checkpoints.../a"),
+        ({"data": "a\0b"}, "data"),
+        ({"definitions": 3}, "definitions"),
+        ({"name": ".."}, "name"),
+    ],
+)
+def test_values_have_bounds_and_problems_have_lines(tmp_path, changes, where):
+    path = write(tmp_path, **changes)
+    with pytest.raises(RecipeError) as error:
+        Recipe.load(path)
+    (line,) = str(error.value).splitlines()
+    found = re.fullmatch(rf"{re.escape(str(path))}:(\d+): {re.escape(where)}(\.\[key\])?: .*", line)
+    assert found, line
+    key = re.findall(r"\w+|\.\./a", where)[-1]
+    stands_in = path.read_text().splitlines()[int(found[1]) - 1]
+    assert key in stands_in or stands_in.lstrip().startswith("-")
+
+
+def test_a_problem_in_the_file_has_its_line_and_one_of_an_option_has_none(tmp_path):
+    path = tmp_path / "lines.yaml"
+    path.write_text(
+        "name: lines\ncheckpoints: {a: b/c}\nquantizers:\n  - bf16\n  - name: rtn-5bit\n"
+        "tasks:\n  - piqa\n  - piqa\nevaluation:\n  seed: 1\n  limit: 0\n"
+    )
+    with pytest.raises(RecipeError) as error:
+        Recipe.load(path)
+    assert [line.split(": ")[:2] for line in str(error.value).splitlines()] == [
+        [f"{path}:5", "quantizers[1]"],
+        [f"{path}:11", "evaluation.limit"],
+    ]
+    with pytest.raises(RecipeError) as error:
+        Recipe.load(path, Overrides(limit=10**12))
+    assert f"\n{path}: evaluation.limit: " in str(error.value)
+    path.write_text(path.read_text().replace("rtn-5bit", "rtn-4bit").replace("limit: 0", ""))
+    with pytest.raises(RecipeError, match=rf"{path}:8: tasks\[1\]: piqa is listed twice"):
+        Recipe.load(path)

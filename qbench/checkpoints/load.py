@@ -160,14 +160,13 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """Return the checkpoint's weights in its class of transformers, or in the one that computes the
     same. Raises CheckpointError if they do not fit it."""
     ours = fla.recognizes(checkpoint.config)
-    generation = _generation_config(checkpoint.folder)
     try:
         # what a layer draws before its weights are read is never seen
         with patch.object(nn.Linear, "reset_parameters", lambda layer: None):
             model, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
                 config=_config(checkpoint),
-                generation_config=generation,
+                generation_config=generation_settings(checkpoint),
                 key_mapping=fla.KEY_MAPPING if ours else None,
                 dtype=dtype,
                 use_safetensors=True,
@@ -175,8 +174,14 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that they are named below, not loaded
             )
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever an odd configuration makes of transformers
-        raise CheckpointError(_reason(error)) from error
+        why = first_line(error)
+        if "above report" in str(error):  # which nobody sees
+            why = "the tensors do not fit the configuration: transformers cannot join those of a "
+            why += "layer, as of its experts; is one missing, or of another shape?"
+        raise CheckpointError(why) from error
     headers, extra = model_headers(checkpoint), set(report["unexpected_keys"])
     if ours:
         extra = {name for name in extra if not name.endswith(fla.TABLE)}
@@ -190,15 +195,6 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
     require_stored_head(model, checkpoint.folder, headers)
     return model
-
-
-def _reason(error: Exception) -> str:
-    if "above report" in str(error):  # which nobody sees
-        return (
-            "the tensors do not fit the configuration: transformers cannot join those of a layer, "
-            "as of its experts; is one missing, or of another shape?"
-        )
-    return first_line(error)
 
 
 def require_fit(report: dict[str, Any], left_over: Iterable[str] = ()) -> None:
@@ -222,15 +218,10 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
     """Return the generation settings that it states, or that follow from its config.json."""
-    settings = _generation_config(checkpoint.folder)
-    return settings or GenerationConfig.from_model_config(_config(checkpoint))
-
-
-def _generation_config(folder: Path) -> GenerationConfig | None:
-    if not (folder / "generation_config.json").is_file():
-        return None
+    if not (checkpoint.folder / "generation_config.json").is_file():
+        return GenerationConfig.from_model_config(_config(checkpoint))
     try:
-        return GenerationConfig.from_pretrained(folder)
+        return GenerationConfig.from_pretrained(checkpoint.folder)
     except Exception as error:  # whatever odd values make of transformers
         raise CheckpointError(
             f"generation_config.json: transformers cannot read it: {first_line(error)}"
