@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -268,12 +266,12 @@ def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict
             for name, of_layer in chosen.items()
             if backend(of_layer).unpack(layer_of(model, name), of_layer)
         }
-    return {n: partial(_unpacked, model, of_layer, n) for n, of_layer in chosen.items()}
 
+    def unpacked(name: str) -> PackedWeight:
+        load_block(model, name)
+        return backend(chosen[name]).unpack(layer_of(model, name), chosen[name])
 
-def _unpacked(model: nn.Module, settings: WeightSettings, name: str) -> PackedWeight:
-    load_block(model, name)
-    return backend(settings).unpack(layer_of(model, name), settings)
+    return {name: partial(unpacked, name) for name in chosen}
 
 
 def shapes_of(model: nn.Module, chosen: WeightSettings | None = None) -> dict[str, tuple[int, int]]:
@@ -349,7 +347,10 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
     streamed = stream_of(model)
     for name, layer in layers.items():
         chosen = settings.for_layer(name)
-        build = partial(_build, backend(chosen).from_packed, chosen)
+
+        def build(layer: nn.Linear, tensors: Tensors, chosen: Any = chosen) -> nn.Module:
+            return backend(chosen).from_packed(layer, tensors, chosen)
+
         if streamed is None:
             moved = {part: t.to(layer.weight.device) for part, t in modules.pop(name).items()}
             modules_in_place = in_place(model, name, build(layer, moved))
@@ -359,12 +360,6 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
                 model.set_submodule(place, module)
         else:
             streamed.replace(name, modules.pop(name), build)
-
-
-def _build(
-    from_packed: Any, settings: WeightSettings, layer: nn.Linear, tensors: Tensors
-) -> nn.Module:
-    return from_packed(layer, tensors, settings)
 
 
 def _obtain(
@@ -382,8 +377,12 @@ def _obtain(
             return stored[0], f"artifact reused: {stored[1]}"
     except (OSError, ValueError) as damage:
         again = f"artifact was damaged ({damage}) and made again: "
+    threads = torch.get_num_threads()
+    if model.device.type == "cpu":
+        # The order of a sum, and with it the last bits that decide a rounding, depends on threads
+        torch.set_num_threads(1)
     try:
-        with torch.no_grad(), _one_thread(model.device):
+        with torch.no_grad():
             made, note = make(model, config, calibration, progress)
     except QbenchError:
         raise
@@ -391,20 +390,9 @@ def _obtain(
         raise QuantizationError(
             f"{config.name}: {type(error).__name__}: {first_line(error)}"
         ) from error
+    finally:
+        torch.set_num_threads(threads)
     # The bits that are written: modules are made of these, not of what made them.
     tensors = {name: t.detach().to(offload_device(model)).contiguous() for name, t in made.items()}
     store.write(tensors, note)
     return tensors, f"{again}{note}"
-
-
-@contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    """Compute with one thread on a CPU: the order of a sum, and with it the last bits that decide
-    a rounding, depends on the number of threads."""
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

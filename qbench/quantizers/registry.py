@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -264,14 +265,10 @@ def _value(text: str) -> Any:
     """Return the value of an option: a list in brackets, true or false, a number, or text."""
     if text.startswith("[") and text.endswith("]"):
         return [_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
-    if text in ("true", "false"):
-        return text == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _part(kind: str, value: Any, compute_dtype: str) -> Any:

@@ -1,17 +1,14 @@
-"""Analyses on a GPU: figures as on the CPU, decoding as transformers has it, memory of a pass."""
+"""Analyses on a GPU: figures as on the CPU."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from loading import load_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.analysis.measure import measure
-from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
-from qbench.evaluation.scoring.generate import Prompt, decode
 from qbench.quantizers.linear import linears
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
@@ -41,24 +38,3 @@ def test_a_gpu_measures_what_a_cpu_measures(normalizer):
         assert other.rms == pytest.approx(one.rms, rel=2e-2)
     stretches = [[part.loss for part in each.stretches] for each in found]
     assert stretches[1] == pytest.approx(stretches[0], rel=1e-4)
-
-
-@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
-def test_greedy_decoding_by_the_kernels_is_what_transformers_generates(normalizer):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
-        vocab_size=512, eos_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).cuda().eval().requires_grad_(False)
-    set_attention(model, normalizer=normalizer)
-    ids = torch.randint(3, 500, (7, 300)).tolist()
-    expected = [
-        model.generate(
-            torch.tensor([one], device="cuda"),
-            attention_mask=torch.ones(1, 300, dtype=torch.long, device="cuda"),
-            max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0,
-        )[0, 300:].tolist()
-        for one in ids
-    ]  # fmt: skip
-    assert decode(model, [Prompt(ids=one, limit=6) for one in ids]) == expected
