@@ -23,7 +23,7 @@ import pandas as pd
 from qbench.errors import EvaluationError, first_line
 from qbench.evaluation.degradation import Outcomes
 from qbench.evaluation.evaluate import build_requests, response_table, text_response
-from qbench.evaluation.scoring.batching import Request, encode_texts
+from qbench.evaluation.scoring.batching import encode_texts, to_requests
 from qbench.evaluation.scoring.generate import Prompt
 from qbench.metrics import LOG_MEAN, variance_name
 from qbench.records import ANSWER_COLUMNS, ANSWERS, OUTCOME_COLUMNS, PROMPT, Score
@@ -202,13 +202,12 @@ def read_answers(
     scorer: Any, prompts: Sequence[AnswerPrompt], trajectories: Sequence[list[int]]
 ) -> None:
     """Score the answers ``trajectories``, so that the scorer's observer sees every token."""
-    requests, instances, first = [], [], 0
-    for owner, (prompt, tokens) in enumerate(zip(prompts, trajectories, strict=True)):
-        requests.append(Request([*prompt.ids, *tokens], len(prompt.ids), owner, first))
-        instances.append(
-            SimpleNamespace(task_name=ANSWERS, doc_id=prompt.document, idx=prompt.sample)
-        )
-        first += len(tokens)
+    pairs = zip(prompts, trajectories, strict=True)
+    requests = to_requests((prompt.ids, tokens, i) for i, (prompt, tokens) in enumerate(pairs))
+    instances = [
+        SimpleNamespace(task_name=ANSWERS, doc_id=prompt.document, idx=prompt.sample)
+        for prompt in prompts
+    ]
     scorer.read(instances, requests)
 
 

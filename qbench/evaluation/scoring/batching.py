@@ -53,6 +53,15 @@ class Request:
         return self.tokens[-(max_length + 1) : -1]
 
 
+def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> list[Request]:
+    """Return the requests of ``parts``, each a context, its continuation and its owner."""
+    requests, first = [], 0
+    for context, continuation, owner in parts:
+        requests.append(Request([*context, *continuation], len(context), owner, first))
+        first += len(continuation)
+    return requests
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """What rows of log-probabilities score, one entry per scored token: int64 arrays [M].
@@ -122,18 +131,6 @@ def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
             f"its tokenizer gives token {most}, and the model embeds {rows}: the tokenizer belongs "
             "to another model"
         )
-
-
-def check_lengths(requests: Sequence[Request], max_length: int) -> None:
-    """Raise EvaluationError for a continuation that is longer than the context, at which HFLM would
-    stop with a bare assertion.
-    """
-    for request in requests:
-        if request.scored > max_length:
-            raise EvaluationError(
-                f"a continuation of {request.scored} tokens does not fit into "
-                f"evaluation.max_length {max_length}; raise max_length"
-            )
 
 
 THREADS = "TOKENIZERS_PARALLELISM"

@@ -4,9 +4,9 @@ top to bottom.
 1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
 2. ``_score`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, or those that go through a streamed model together
-   (``qbench.streaming``), and splits what does not fit the device;
-4. ``_scores`` makes of its hidden states (``forward``), of the rows that are scored, the
-   log-probabilities (``logits``), which ``in_order`` adds up, request by request.
+   (``qbench.streaming``), and splits what does not fit the device. Of its hidden states
+   (``forward``), those that are scored become log-probabilities (``logits``);
+4. ``in_order`` adds these up, request by request.
 
 lm-eval's HFLM, with every setting that moves scores stated, is what exact and fast scoring are
 compared with, and generates what slots cannot.
@@ -30,7 +30,6 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import Tensor
 
 from qbench.checkpoints.tokenizer import puts_bos
 from qbench.errors import EvaluationError, first_line
@@ -41,10 +40,10 @@ from qbench.evaluation.scoring.batching import (
     Packing,
     Padding,
     Request,
-    check_lengths,
     check_tokens,
     encode_pairs,
     encode_texts,
+    to_requests,
 )
 from qbench.evaluation.scoring.generate import (
     Prompt,
@@ -195,27 +194,6 @@ class Backend:
     exact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call: its lm-eval instances, and their requests in token ids."""
-
-    instances: Sequence[Any]
-    requests: list[Request]
-    windows: bool  # of a rolling log-likelihood
-
-    @property
-    def task(self) -> str:
-        return self.instances[0].task_name
-
-    @property
-    def documents(self) -> list[Hashable]:
-        """Return the document of each request; a window stands for itself, since each costs as much
-        to score exactly as it does fast.
-        """
-        return [i if self.windows else self.instances[r.owner].doc_id
-                for i, r in enumerate(self.requests)]  # fmt: skip
-
-
 class Scorer(LM):
     """An lm-eval language model with exact or fast scores; ``report()`` says how they were made.
 
@@ -296,13 +274,31 @@ class Scorer(LM):
         )
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
-        return self._answers(self._pairs(requests))
+        encoded = encode_pairs(
+            self.hflm.tokenizer,
+            [request.args for request in requests],
+            add_bos=self.settings.add_bos,
+            prefix_id=self.hflm.prefix_token_id,
+        )
+        return self.read(requests, to_requests((*pair, i) for i, pair in enumerate(encoded)))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         self._rolling |= {request.task_name: None for request in requests}
-        call = self._windows(requests)
+        prefix_id, length = self.hflm.prefix_token_id, self.settings.max_length
+        texts = encode_texts(
+            self.hflm.tokenizer,
+            [request.args[0] for request in requests],
+            add_bos=self.settings.add_bos,
+            prefix_id=prefix_id,
+        )
+        windows = to_requests(
+            (*make_disjoint_window(window), owner)
+            for owner, ids in enumerate(texts)
+            for window in get_rolling_token_windows(ids, prefix_id, length, context_len=1)
+        )
         sums: list[float] = [0] * len(requests)
-        for window, (log_likelihood, _) in zip(call.requests, self._answers(call), strict=True):
+        scores = self.read(requests, windows, windows=True)
+        for window, (log_likelihood, _) in zip(windows, scores, strict=True):
             sums[window.owner] += log_likelihood
         return sums
 
@@ -325,96 +321,81 @@ class Scorer(LM):
             counts=self._counts,
         )  # fmt: skip
 
-    def read(self, instances: Sequence[Any], requests: list[Request]) -> list[LogLikelihood]:
+    def read(
+        self, instances: Sequence[Any], requests: list[Request], *, windows: bool = False
+    ) -> list[LogLikelihood]:
         """Return the log-likelihoods of ``requests``, given in tokens: ``requests[i].owner`` is the
-        index of its lm-eval instance."""
-        return self._answers(_Call(instances, requests, windows=False))
-
-    def _pairs(self, instances: list[Any]) -> _Call:
-        encoded = encode_pairs(
-            self.hflm.tokenizer,
-            [instance.args for instance in instances],
-            add_bos=self.settings.add_bos,
-            prefix_id=self.hflm.prefix_token_id,
-        )
-        requests, first = [], 0
-        for owner, (context, continuation) in enumerate(encoded):
-            requests.append(Request(context + continuation, len(context), owner, first))
-            first += len(continuation)
-        return _Call(instances, requests, windows=False)
-
-    def _windows(self, instances: list[Any]) -> _Call:
-        prefix_id = self.hflm.prefix_token_id
-        texts = encode_texts(
-            self.hflm.tokenizer,
-            [instance.args[0] for instance in instances],
-            add_bos=self.settings.add_bos,
-            prefix_id=prefix_id,
-        )
-        windows, first = [], 0
-        for owner, ids in enumerate(texts):
-            for pair in get_rolling_token_windows(
-                ids, prefix_id, self.settings.max_length, context_len=1
-            ):
-                context, continuation = make_disjoint_window(pair)
-                windows.append(Request(context + continuation, len(context), owner, first))
-                first += len(continuation)
-        return _Call(instances, windows, windows=True)
-
-    def _answers(self, call: _Call) -> list[LogLikelihood]:
-        check_lengths(call.requests, self.settings.max_length)
-        check_tokens((request.tokens for request in call.requests), self._embedded)
-        limit = self.settings.max_length + 1
-        if call.requests:
-            truncated = sum(len(request.tokens) > limit for request in call.requests)
-            self._counts.add_requests(
-                call.task, len(call.requests), truncated, self.settings.max_length
+        index of its lm-eval instance. ``windows``: they are those of rolling log-likelihoods."""
+        if not requests:
+            return []
+        most, task = self.settings.max_length, instances[0].task_name
+        if (longest := max(request.scored for request in requests)) > most:
+            raise EvaluationError(  # HFLM would stop with a bare assertion
+                f"a continuation of {longest} tokens does not fit into "
+                f"evaluation.max_length {most}; raise max_length"
             )
-        if self.fast is not None and call.requests:
-            answers = self._observed(self.fast, call)
-            reason = self._compare(call, answers)
+        check_tokens((request.tokens for request in requests), self._embedded)
+        truncated = sum(len(request.tokens) > most + 1 for request in requests)
+        self._counts.add_requests(task, len(requests), truncated, most)
+        lengths = np.zeros(len(instances), dtype=np.int64)
+        for request in requests:
+            lengths[request.owner] += request.scored
+
+        def observed(backend: Backend) -> list[LogLikelihood]:
+            observer = self._observer
+            if observer is None:
+                return self._score(backend, requests, windows, self._counts)
+            observer.begin(instances, lengths.tolist(), self.head)
+            scores = self._score(backend, requests, windows, self._counts, observer)
+            observer.end()
+            return scores
+
+        if self.fast is not None:
+            scores = observed(self.fast)
+            # A window stands for itself: each costs as much to score exactly as it does fast
+            documents = [
+                i if windows else instances[request.owner].doc_id
+                for i, request in enumerate(requests)
+            ]
+            reason = self._compare(task, requests, documents, windows, scores)
             if reason is None:
-                return answers
+                return scores
             if not self.settings.fallback:
                 raise EvaluationError(reason)
-            self._exact_tasks[call.task] = reason
-        return self._observed(self.exact, call)
+            self._exact_tasks[task] = reason
+        return observed(self.exact)
 
-    def _observed(self, backend: Backend, call: _Call) -> list[LogLikelihood]:
-        observer = self._observer
-        if observer is not None:
-            lengths = np.zeros(len(call.instances), dtype=np.int64)
-            for request in call.requests:
-                lengths[request.owner] += request.scored
-            observer.begin(call.instances, lengths.tolist(), self.head)
-        answers = self._score(backend, call.requests, call.windows, self._counts, observer)
-        if observer is not None:
-            observer.end()
-        return answers
-
-    def _compare(self, call: _Call, fast: Sequence[LogLikelihood]) -> str | None:
-        """Return why the ``fast`` scores are too far from exact ones; None if they are not.
+    def _compare(
+        self,
+        task: str,
+        requests: Sequence[Request],
+        documents: Sequence[Hashable],
+        windows: bool,
+        fast: Sequence[LogLikelihood],
+    ) -> str | None:
+        """Return why the ``fast`` scores of ``requests``, each of one of ``documents``, are too far
+        from exact ones; None if they are not.
 
         Some documents, of few windows one, are scored exactly, and twice as many as long as they do
         not tell whether the bias is within its bound.
         """
-        documents, exact = call.documents, dict[int, LogLikelihood]()
-        order = draw(documents, self.settings.seed)
-        count = min(SAMPLED_WINDOWS, self.settings.sample) if call.windows else (
-            self.settings.sample)  # fmt: skip
-        if not count or not order:
+        exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
+        # In an order in which a larger sample holds a smaller one
+        order = random.Random(self.settings.seed).sample(distinct, len(distinct))
+        count = min(self.settings.sample, SAMPLED_WINDOWS if windows else self.settings.sample)
+        if not count:
             return None
         while True:
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
-            requests = [call.requests[i] for i in new]
-            scores = self._score(self._reference, requests, call.windows, Counts())
+            asked = [requests[i] for i in new]
+            scores = self._score(self._reference, asked, windows, Counts())
             exact |= dict(zip(new, scores, strict=True))
             sample, off = compare(
-                call.task,
+                task,
                 documents=[documents[i] for i in indexes],
-                tokens=[call.requests[i].scored for i in indexes],
+                tokens=[requests[i].scored for i in indexes],
                 fast=[fast[i] for i in indexes],
                 exact=[exact[i] for i in indexes],
                 by_bias=self.settings.amplifies_rounding,
@@ -475,10 +456,22 @@ class Scorer(LM):
                 states = (
                     self._stream.lockstep(calls, tell) if self._stream else (f() for f in calls)
                 )
-                results = [
-                    (batch, self._scores(backend, batch, hidden, observer))
-                    for batch, hidden in zip(batches, states, strict=True)
-                ]
+                results = []
+                for batch, hidden in zip(batches, states, strict=True):
+                    rows, projection = to_device(batch.rows, self._device), Projection()
+                    if backend.exact:
+                        size = batch.ids.size
+                        projection = self._product.projection(size, rows, self._logits_bytes)
+                    scores = score_rows(
+                        self.head,
+                        hidden.index_select(0, rows),
+                        batch.scored,
+                        projection,
+                        softmax_dtype=self.hflm.softmax_dtype,
+                        at_once=self._rows_at_once,
+                        observer=observer,
+                    )
+                    results.append((batch, scores))
         except RuntimeError as error:
             if not should_reduce_batch_size(error):
                 raise
@@ -501,24 +494,6 @@ class Scorer(LM):
             for smaller in parts
             for scores in self._run(backend, smaller, requests, counts, observer, tell)
         ]
-
-    def _scores(
-        self, backend: Backend, batch: Batch, hidden: Tensor, observer: Observer | None
-    ) -> RowScores:
-        """Return the scores of a batch from its ``hidden`` states [tokens, H]."""
-        rows = to_device(batch.rows, self._device)
-        projection = Projection()
-        if backend.exact:
-            projection = self._product.projection(batch.ids.size, rows, self._logits_bytes)
-        return score_rows(
-            self.head,
-            hidden.index_select(0, rows),
-            batch.scored,
-            projection,
-            softmax_dtype=self.hflm.softmax_dtype,
-            at_once=self._rows_at_once,
-            observer=observer,
-        )
 
 
 def _parts(plans: Sequence[BatchPlan], token_bytes: int) -> Iterator[list[BatchPlan]]:
@@ -561,6 +536,12 @@ def compare(
     sample["off"] = [a - b for (a, _), (b, _) in zip(fast, exact, strict=True)]
     sample["per_token"] = sample["off"] / sample["tokens"]
     by_document = sample.groupby("document", sort=False)
+
+    def answer(scores: Sequence[LogLikelihood], indexes: Sequence[int]) -> int | bool:
+        """Return the likeliest choice; of a single request whether it is greedy."""
+        best = max(indexes, key=lambda i: scores[i][0])
+        return best if len(indexes) > 1 else scores[best][1]
+
     bias = by_document["per_token"].mean()  # requests of a document go together
     rows = by_document.indices.values()
     far = sample["per_token"].abs()
@@ -571,7 +552,7 @@ def compare(
         requests=len(sample),
         mean_per_token=far.mean(),
         largest_per_token=far.max(),
-        changed_answers=sum(_answer(fast, at) != _answer(exact, at) for at in rows),
+        changed_answers=sum(answer(fast, at) != answer(exact, at) for at in rows),
         bias_per_token=bias.mean(),
         bias_stderr=bias.sem() if len(bias) > 1 else None,
         by_bias=by_bias,
@@ -596,17 +577,3 @@ def difference_from_exact(
         changed_answers=sum(sample.changed_answers for sample in samples),
         samples=samples,
     )
-
-
-def draw(documents: Sequence[Hashable], seed: int) -> list[Hashable]:
-    """Return the distinct documents in an order drawn with ``seed``: a larger sample holds a
-    smaller one."""
-    distinct = list(dict.fromkeys(documents))
-    return random.Random(seed).sample(distinct, len(distinct))
-
-
-def _answer(scores: Sequence[LogLikelihood], indexes: Sequence[int]) -> int | bool:
-    """Return the likeliest choice; for a single request whether it is the greedy continuation."""
-    if len(indexes) == 1:
-        return scores[indexes[0]][1]
-    return max(indexes, key=lambda i: scores[i][0])
