@@ -106,16 +106,11 @@ def pooled_kurtosis(powers: Tensor, values: int) -> float:
     outputs of every decoder layer, before the final norm. It does not say whether 3 is subtracted;
     its values are thousands.
     """
-    fourth, variance = (moment.item() for moment in _central(powers.sum(0), values * len(powers)))
-    return fourth / variance**2 if variance > 0 else float("nan")
-
-
-def _central(powers: Tensor, values: int) -> tuple[Tensor, Tensor]:
-    """Return the fourth central moment and the variance (divided by n) from power sums [..., 4].
-    Float64 is precise enough, since means of hidden states are small."""
-    first, second, third, mean_fourth = (powers / values).unbind(-1)
-    fourth = mean_fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4
-    return fourth, second - first**2
+    # Float64 is precise enough, since means of hidden states are small.
+    first, second, third, fourth = (powers.sum(0) / (values * len(powers))).unbind(-1)
+    moment = (fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4).item()
+    variance = (second - first**2).item()
+    return moment / variance**2 if variance > 0 else float("nan")
 
 
 def summary(layers: list[States]) -> Hidden:

@@ -141,6 +141,8 @@ def _measured(
         name: torch.cat([part[name] for part in layers.values()], dim=1)
         for name in next(iter(layers.values()), {})
     }
+    massive = sorted(seen.massive, key=lambda each: -abs(each.value))[:MASSIVE_KEPT]
+    tokens = [int(ids[each.sample, each.position]) for each in massive]
     texts, length = losses.shape[0], losses.shape[1] + 1
     bins = []
     for index, first in enumerate(range(0, length, STRETCH)):
@@ -173,7 +175,10 @@ def _measured(
             )
             for index, states in enumerate(seen.states)
         ),
-        massive=_massive(seen.massive, ids, tokenizer),
+        massive=tuple(
+            MassiveActivation(**each._asdict(), token=token, text=tokenizer.decode([token]))
+            for each, token in zip(massive, tokens, strict=True)
+        ),
         inputs=tuple(seen.inputs[name].summary(name) for name in linears if name in inside),
         inputs_left_out=tuple(name for name in linears if name not in inside),
         stretches=tuple(bins),
@@ -225,14 +230,3 @@ def _mean(values: Tensor) -> float | None:
     """Return the mean of the values that are not NaN; None if there are none."""
     numbers = values[~values.isnan()]
     return numbers.mean().item() if len(numbers) else None
-
-
-def _massive(
-    activations: list[Massive], ids: Tensor, tokenizer: PreTrainedTokenizerBase
-) -> tuple[MassiveActivation, ...]:
-    largest = sorted(activations, key=lambda activation: -abs(activation.value))[:MASSIVE_KEPT]
-    tokens = [int(ids[activation.sample, activation.position]) for activation in largest]
-    return tuple(
-        MassiveActivation(**activation._asdict(), token=token, text=tokenizer.decode([token]))
-        for activation, token in zip(largest, tokens, strict=True)
-    )

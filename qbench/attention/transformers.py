@@ -117,8 +117,16 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if isinstance(attention_mask, Mask) and attention_mask.cache_length is not None:
             key, value = (each[:, :, : attention_mask.cache_length] for each in (key, value))
-        elif isinstance(attention_mask, Tensor):  # a user's, or one made under torch.compile
-            _require_aligned(chosen, parameters, query, key)
+        elif (
+            isinstance(attention_mask, Tensor)  # a user's, or one made under torch.compile
+            and SLOPES.name in parameters
+            and query.shape[2] != key.shape[2]
+        ):  # a static cache has memory for more keys: is the last one the last query's?
+            raise UnavailableError(
+                f"{normalizer} attention with ALiBi's slopes takes no 4-D mask of fewer queries "
+                "than keys, and cannot be compiled with a static cache, or with padding and a "
+                "cache; pass attention_mask [B, T], and generate without torch.compile"
+            )
         triton = implementation == "triton"
         function = (kernels if triton else reference).attention
         if READ not in options and (cached := getattr(module, KV_CACHE, None)) is not None:
@@ -149,19 +157,6 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
 
     return forward
-
-
-def _require_aligned(
-    chosen: Normalizer, parameters: dict[str, Tensor], query: Tensor, key: Tensor
-) -> None:
-    """Raise UnavailableError if slopes measure distances from the last key and it is unknown
-    whether that is the last query's, since a static cache has memory for more keys."""
-    if SLOPES.name in parameters and query.shape[2] != key.shape[2]:
-        raise UnavailableError(
-            f"{chosen.name} attention with ALiBi's slopes takes no 4-D mask of fewer queries than "
-            "keys, and cannot be compiled with a static cache, or with padding and a cache; pass "
-            "attention_mask [B, T], and generate without torch.compile"
-        )
 
 
 def parameters_of(

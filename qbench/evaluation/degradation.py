@@ -44,15 +44,18 @@ def distributions(measured: pd.DataFrame) -> Distributions:
     """Summarize a row per scored token with the columns ``kl``, ``agrees`` and ``document``.
 
     ``kl`` is Σ p ln(p/q) over the vocabulary in nats, p unquantized, q quantized. Its standard
-    error is over documents, since tokens of one document are not independent.
+    error is over documents.
     """
     kl, document = measured["kl"].to_numpy(), measured["document"].to_numpy()
+    # tokens of one document are not independent
+    _, indexes = np.unique(document, return_inverse=True)
+    of_documents = ratio(np.bincount(indexes, kl.astype(np.float64)), np.bincount(indexes))
     p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))
     return Distributions(
         tokens=len(kl),
         kl=Divergence(
             mean=float(kl.mean()),
-            mean_stderr=_stderr_of_mean(document, kl),
+            mean_stderr=of_documents.stderr,
             median=float(np.median(kl)),
             p90=p90,
             p99=p99,
@@ -88,12 +91,6 @@ def divergence_table(
     return together.astype({"kl": "float16", "change": "float16"}).astype(
         {"kl": "float32", "change": "float32"}
     )
-
-
-def _stderr_of_mean(document: np.ndarray, values: np.ndarray) -> float | None:
-    """Return the standard error of the mean over tokens, over the documents that they belong to."""
-    _, indexes = np.unique(document, return_inverse=True)
-    return ratio(np.bincount(indexes, values.astype(np.float64)), np.bincount(indexes)).stderr
 
 
 def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:

@@ -201,25 +201,21 @@ class LlamaCpp:
         self._kept = list(tokens[:reused])
         for start in range(reused, len(tokens), BATCH):
             part = tokens[start : start + BATCH]
-            self._decode(part, start, first)
+            batch = self._batch
+            batch.n_tokens = len(part)
+            for i, token in enumerate(part):
+                batch.token[i], batch.pos[i] = token, start + i
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+                batch.logits[i] = start + i >= first
+            if code := self._library.llama_decode(self._context, batch):
+                self._kept = []
+                tokens_read = start + len(part)
+                raise EvaluationError(f"llama.cpp failed on {tokens_read} tokens (code {code})")
             self._kept += part
             if (rows := len(part) - max(0, first - start)) > 0:
-                yield self._rows(rows)
-
-    def _decode(self, part: Sequence[int], start: int, first: int) -> None:
-        batch = self._batch
-        batch.n_tokens = len(part)
-        for i, token in enumerate(part):
-            batch.token[i], batch.pos[i] = token, start + i
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            batch.logits[i] = start + i >= first
-        if code := self._library.llama_decode(self._context, batch):
-            self._kept = []
-            raise EvaluationError(f"llama.cpp failed on {start + len(part)} tokens (code {code})")
-
-    def _rows(self, count: int) -> Tensor:
-        logits = self._library.llama_get_logits(self._context)
-        return torch.from_numpy(np.ctypeslib.as_array(logits, shape=(count, self.vocabulary)))
+                shape = (rows, self.vocabulary)
+                array = self._library.llama_get_logits(self._context)
+                yield torch.from_numpy(np.ctypeslib.as_array(array, shape=shape))
 
     def decode(
         self,

@@ -49,10 +49,8 @@ def matrix(order: int) -> Matrix:
     """Return the Hadamard matrix, entries ±1, of an ``order`` that is a power of two or Paley's."""
     from scipy.linalg import hadamard  # slow to import, and settings ask for factors alone
 
-    return hadamard(order, np.int8) if order & (order - 1) == 0 else _paley(order)
-
-
-def _paley(order: int) -> Matrix:
+    if order & (order - 1) == 0:
+        return hadamard(order, np.int8)
     q = _prime(order)
     assert q is not None, "factors() gives no other order"
     second, numbers = q % 4 == 1, np.arange(q)

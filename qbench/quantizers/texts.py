@@ -7,6 +7,7 @@ import json
 import random
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -43,7 +44,36 @@ def find_text(address: str, *, data: Path | None) -> Path:
     """
     if not address.startswith(HUB_FILE):
         return Path(address).resolve()
-    return _download(address) if data is None else _beside(data)
+    if data is not None:
+        for folder in (data / "calibration", data.parent / "calibration"):
+            files = sorted(folder.glob("*.jsonl"))
+            if len(files) == 1:
+                return files[0]
+            if files:
+                names = ", ".join(file.name for file in files)
+                raise DataError(
+                    f"{folder}: which one is the calibration text? choose it with --calibration "
+                    f"({names})"
+                )
+        raise DataError(
+            f"calibration: no *.jsonl in {data}/calibration or {data.parent}/calibration, and with "
+            "--data the hub is not used; add --calibration FILE"
+        )
+    parts = address.removeprefix(HUB_FILE).split("/", 3)  # datasets/<owner>/<name>/<file>
+    if len(parts) != 4 or parts[0] != "datasets" or not all(parts):
+        raise RecipeError(
+            f"calibration.path: {address}: write {HUB_FILE}datasets/OWNER/NAME/FILE, or "
+            "NAME@REVISION"
+        )
+    _, owner, name, file = parts
+    name, _, revision = name.partition("@")
+    try:
+        return hub.dataset_file(f"{owner}/{name}", file, revision or None)
+    except DataError as error:
+        raise DataError(
+            f"calibration.path: {address}: {error}; "
+            "or name a local JSON Lines file with --calibration FILE"
+        ) from error
 
 
 def read_texts(path: Path, *, most: int | None = None, digest: str | None = None) -> list[str]:
@@ -59,8 +89,14 @@ def read_texts(path: Path, *, most: int | None = None, digest: str | None = None
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(islice(lines, most), start=1):
-                if line.strip():
-                    texts.append(_text(line, path, number))
+                if not line.strip():
+                    continue
+                text = None
+                with suppress(ValueError, TypeError, KeyError, RecursionError):
+                    text = json.loads(line)["text"]
+                if not isinstance(text, str):
+                    raise DataError(f"{path}: line {number}: not a JSON object with a text field")
+                texts.append(text)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
     return texts
@@ -101,64 +137,13 @@ def draw_windows(
 def require_windows(text: CalibrationText, path: Path) -> None:
     """Raise DataError if the file has fewer windows than ``text.samples``, counted in tokens of the
     ``tokenizer.json`` at ``path``; texts that are long enough by their bytes are not tokenized."""
-    if _has_long_texts(text):
-        return
+    long = BYTES_PER_TOKEN * text.length
+    with gzip.open(text.path) if text.path.suffix == ".gz" else text.path.open("rb") as lines:
+        enough = (line for line in lines if len(line) >= long)
+        if sum(1 for _ in islice(enough, text.samples)) == text.samples:
+            return
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception:  # said where the checkpoint is loaded
         return
     draw_windows(text, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, end=0)
-
-
-def _has_long_texts(text: CalibrationText) -> bool:
-    """Return whether ``samples`` texts are long enough by their bytes alone."""
-    long = BYTES_PER_TOKEN * text.length
-    with gzip.open(text.path) if text.path.suffix == ".gz" else text.path.open("rb") as lines:
-        enough = (line for line in lines if len(line) >= long)
-        return sum(1 for _ in islice(enough, text.samples)) == text.samples
-
-
-def _text(line: bytes, path: Path, number: int) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        text = None
-    if not isinstance(text, str):
-        raise DataError(f"{path}: line {number}: not a JSON object with a text field")
-    return text
-
-
-def _beside(data: Path) -> Path:
-    for folder in (data / "calibration", data.parent / "calibration"):
-        files = sorted(folder.glob("*.jsonl"))
-        if len(files) == 1:
-            return files[0]
-        if files:
-            names = ", ".join(file.name for file in files)
-            raise DataError(
-                f"{folder}: which one is the calibration text? choose it with --calibration "
-                f"({names})"
-            )
-    raise DataError(
-        f"calibration: no *.jsonl in {data}/calibration or {data.parent}/calibration, and with "
-        "--data the hub is not used; add --calibration FILE"
-    )
-
-
-def _download(address: str) -> Path:
-    """Return the local copy of ``hf://datasets/<owner>/<name>[@<revision>]/<file>``."""
-    parts = address.removeprefix(HUB_FILE).split("/", 3)
-    if len(parts) != 4 or parts[0] != "datasets" or not all(parts):
-        raise RecipeError(
-            f"calibration.path: {address}: write {HUB_FILE}datasets/OWNER/NAME/FILE, or "
-            "NAME@REVISION"
-        )
-    _, owner, name, file = parts
-    name, _, revision = name.partition("@")
-    try:
-        return hub.dataset_file(f"{owner}/{name}", file, revision or None)
-    except DataError as error:
-        raise DataError(
-            f"calibration.path: {address}: {error}; "
-            "or name a local JSON Lines file with --calibration FILE"
-        ) from error

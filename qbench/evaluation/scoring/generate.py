@@ -480,11 +480,15 @@ class _Decoding:
         said = []
         self.column.fill_(self.at.end)
         padded = self.graph is None and bool(self.first.any())
+        mask = None
         for _ in range(count):
             if self.graph is not None:
                 self.graph.replay()
             else:
-                self._step(self._mask() if padded else None)
+                if padded:  # the columns that each slot attends to
+                    columns = torch.arange(self.at.end + 1, device=self.device)[None]
+                    mask = (columns >= self.first[:, None]).long()
+                self._step(mask)
             self.at.end += 1
             said.append(self.ids[:, 0].clone())
         return said
@@ -502,11 +506,6 @@ class _Decoding:
             drawn = self.seed[slots], position[:, 0], self.temperature[slots]
             logits = add_noise(logits, *drawn)
         return logits.argmax(-1, keepdim=True)
-
-    def _mask(self) -> Tensor:
-        """Return which columns each slot attends to [slots, end + 1]."""
-        columns = torch.arange(self.at.end + 1, device=self.device)[None]
-        return (columns >= self.first[:, None]).long()
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """Return a step as a CUDA graph; None if it cannot be captured, and ``graph_error`` says
