@@ -100,13 +100,6 @@ def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
     return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
 
 
-def sparse_keys(query: Tensor, key: Tensor) -> Tensor:
-    """Return ``key`` with signs changed so that one score in a hundred is positive."""
-    scores = (query.float() * key.float()).sum(-1, keepdim=True)
-    positive = torch.rand_like(scores) < 0.01
-    return torch.where((scores > 0) == positive, key, -key)
-
-
 LIMIT = 1e-2  # ‖error‖ / ‖truth‖ in bfloat16
 CHECKED = {64: 3200, 128: 2304}  # tokens by head width, see hopper.MIN_WORK
 
@@ -169,7 +162,16 @@ def bench_attention(
         require(name)
     repeat_ms = 20 if quick else 100
     timed = contenders((Shape(4, 4096, 16, 16, 64),) if quick else SHAPES, only)
-    ceilings = _ceilings(repeat_ms)
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = milliseconds(partial(torch.matmul, left, right), repeat_ms)
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+    copied = milliseconds(partial(target.copy_, source), repeat_ms)
+    ceilings = {
+        "matmul_tflops": 2 * 8192**3 / product / 1e9,
+        "copy_tb_per_s": 2 * source.nbytes / copied / 1e9,
+    }
+    del left, right, source, target
     results: dict[str, Any] = {
         "hardware": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
@@ -282,7 +284,9 @@ def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -
     batch, length, heads, head_dim = shape.batch, shape.length, shape.heads, shape.head_dim
     key, value = (random_tensor(batch, length, heads, head_dim).contiguous() for _ in range(2))
     query = random_tensor(batch, 1, heads, head_dim)
-    sparse = sparse_keys(query, key)
+    # Signs are changed so that one score in a hundred is positive
+    scores = (query.float() * key.float()).sum(-1, keepdim=True)
+    sparse = torch.where((scores > 0) == (torch.rand_like(scores) < 0.01), key, -key)
     runs: dict[str, Callable[[], Tensor]] = {}
     for name in only or supported():
         parameters = given(name, heads)
@@ -307,19 +311,6 @@ def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -
                    "share_of_copy": rate / copied}  # fmt: skip
 
 
-def _ceilings(repeat_ms: int) -> dict[str, float]:
-    """Return the TFLOP/s of a large matrix product and the TB/s of a copy on this GPU."""
-    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = milliseconds(lambda: left @ right, repeat_ms)
-    source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
-    target = torch.empty_like(source)
-    copied = milliseconds(lambda: target.copy_(source), repeat_ms)
-    return {
-        "matmul_tflops": 2 * 8192**3 / product / 1e9,
-        "copy_tb_per_s": 2 * source.nbytes / copied / 1e9,
-    }
-
-
 # Tables.
 
 PASSES = {f"{way} TFLOP/s": (way, ".0f") for way in ("forward", "backward")}
@@ -327,7 +318,18 @@ PASSES = {f"{way} TFLOP/s": (way, ".0f") for way in ("forward", "backward")}
 
 def table(results: dict[str, Any]) -> str:
     """Return the result of :func:`bench_attention` as a Markdown page."""
-    ceilings = results["ceilings"]
+    ceilings, lines = results["ceilings"], []
+    for row in results["passes"]:  # each stands beside the best peer of its shape and variant
+        place, line = (row["shape"], row["variant"]), dict(row)
+        peers = [r for r in results["passes"] if (r["shape"], r["variant"]) == place]
+        for way, _ in PASSES.values():
+            rates = [peer[way] for peer in peers if peer["kernel"] in PEERS and way in peer]
+            if rates and way in row:
+                line[f"× {way}"] = row[way] / max(rates)
+        lines.append(line)
+    columns = {name: (name, "") for name in ("shape", "variant", "kernel")}
+    for head, (way, form) in PASSES.items():
+        columns |= {head: (way, form), f"{way} × best peer": (f"× {way}", ".2f")}
     page = [
         f"# Attention on one {results['hardware']}",
         f"torch {results['versions']['torch']}, triton {results['versions']['triton']}, bf16, "
@@ -335,7 +337,7 @@ def table(results: dict[str, Any]) -> str:
         f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run. Of a row the best peer is "
         "the fastest of torch's cuDNN, FlashAttention 2 and compiled FlexAttention that computes "
         "the same shape and variant with softmax.",
-        _beside_peers(results["passes"]),
+        bench.table(lines, columns),
     ]
     if results["decode"]:
         columns = {
@@ -351,22 +353,3 @@ def table(results: dict[str, Any]) -> str:
         f"{LIMIT:g} of its norm."
     )
     return "\n\n".join(page) + "\n"
-
-
-def _beside_peers(rows: list[Row]) -> str:
-    """Return ``rows`` of :func:`passes` as a table in which each stands beside the best peer of its
-    shape and variant."""
-    lines = []
-    for row in rows:
-        place = row["shape"], row["variant"]
-        peers = [r for r in rows if (r["shape"], r["variant"]) == place and r["kernel"] in PEERS]
-        line = dict(row)
-        for way, _ in PASSES.values():
-            rates = [peer[way] for peer in peers if way in peer]
-            if rates and way in row:
-                line[f"× {way}"] = row[way] / max(rates)
-        lines.append(line)
-    columns = {name: (name, "") for name in ("shape", "variant", "kernel")}
-    for head, (way, form) in PASSES.items():
-        columns |= {head: (way, form), f"{way} × best peer": (f"× {way}", ".2f")}
-    return bench.table(lines, columns)
