@@ -113,8 +113,11 @@ def names() -> list[str]:
     return [*UNQUANTIZED.values(), *METHODS, *COMBINATIONS]
 
 
-def settings_of(name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Return the settings of a registered ``name`` with ``options``, defaults filled in.
+def settings_of(
+    name: str, options: Mapping[str, Any] | None = None, *, compute_dtype: str | None = None
+) -> Any:
+    """Return the settings of a registered ``name`` with ``options``, defaults filled in;
+    ``compute_dtype`` is the default of that option.
 
     Raises RecipeError for an unknown name or option, a wrong type or an impossible value; it says
     what is possible.
@@ -134,10 +137,18 @@ def settings_of(name: str, options: Mapping[str, Any] | None = None) -> Any:
         if key not in available:
             offer = f"it has {', '.join(available)}" if available else "it has no options"
             raise RecipeError(f"{name}: unknown option {shown(key)}; {offer}")
+    if compute_dtype is not None and "compute_dtype" in available:
+        options = {"compute_dtype": compute_dtype, **options}
     try:
         return method.settings(**method.fixed, **options)
     except ValidationError as error:
-        raise RecipeError(f"{name}: {_first_problem(error)}") from None
+        first = error.errors()[0]
+        problem = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        if first["loc"]:  # else it is of several options together
+            option, *parts = first["loc"]
+            item = "".join(f"[{part}]" for part in parts if isinstance(part, int))
+            problem = f"{option}{item} must be {problem}, not {shown(first['input'])}"
+        raise RecipeError(f"{name}: {problem}") from None
 
 
 def config_of(
@@ -179,7 +190,7 @@ def config_of(
                 raise RecipeError(f"{name}: unknown option {shown(next(iter(given)))}; "
                                   "it has no options")  # fmt: skip
         else:
-            part = _settings(name, given, compute_dtype)
+            part = settings_of(name, given, compute_dtype=compute_dtype)
             kind = part.kind
         if kind in by_kind:
             raise RecipeError(f"{by_name}: two parts quantize {kind}; leave one out")
@@ -289,15 +300,9 @@ def _part(kind: str, value: Any, compute_dtype: str) -> Any:
         all_names = ", ".join(method.name for method in methods(kind))
         raise RecipeError(f"{kind}: {shown(value)} is no method for {kind}; known: {all_names}")
     try:
-        return _settings(name, {**given, **options}, compute_dtype)
+        return settings_of(name, {**given, **options}, compute_dtype=compute_dtype)
     except RecipeError as error:
         raise RecipeError(f"{kind}: {error}") from None
-
-
-def _settings(name: str, options: dict[str, Any], compute_dtype: str) -> Any:
-    if name in METHODS and "compute_dtype" in METHODS.get(name).options:
-        options = {"compute_dtype": compute_dtype, **options}
-    return settings_of(name, options)
 
 
 def _checked(config: QuantizationConfig) -> QuantizationConfig:
@@ -333,14 +338,3 @@ def _unknown(name: str) -> str:
         else ""
     )
     return f"unknown quantizer {shown(name)}; {near}`qbench list quantizers` lists all"
-
-
-def _first_problem(error: ValidationError) -> str:
-    """Return the first problem in one line: the option, what it may be, and what it is."""
-    first = error.errors()[0]
-    possible = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if not first["loc"]:  # of several options together
-        return possible
-    option, *parts = first["loc"]
-    item = "".join(f"[{part}]" for part in parts if isinstance(part, int))  # a union's have names
-    return f"{option}{item} must be {possible}, not {shown(first['input'])}"
