@@ -47,15 +47,25 @@ def test_a_text_without_its_data_is_named(tmp_path):
         qbench("analyze", recipe, "--data", data, "--out", tmp_path / "out")
 
 
-def test_what_is_refused_leaves_what_was_meant_before(analyzed):
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (("--field", "page"), RecipeError, "--field: needs --text"),
+        (("--only", "nothing/*"), RecipeError, "matches no cell"),
+        (("--text", "nowhere.jsonl"), RecipeError, "--text nowhere.jsonl: no such file"),
+        (("--text", PAGES / "test.jsonl"), DataError, ":1: no text in field"),
+        (("--sensitivity", "none"), RecipeError, "--sensitivity 'none': .*; it has fp32, rtn-4bit"),
+        (("--sensitivity", "fp32"), RecipeError, "quantizes neither weights nor activations"),
+        (("--blocks",), RecipeError, "--blocks: needs --sensitivity"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_leaves_what_was_meant_before(
+    analyzed, options, error, words
+):
     recipe, out = analyzed
     before = Analyses(out).manifest_before()
-    for options, said in (
-        (("--sensitivity", "none"), "--sensitivity 'none': the recipe has no such quantizer"),
-        (("--only", "nothing/*"), "matches no cell"),
-    ):
-        with pytest.raises(RecipeError, match=said):
-            qbench("analyze", recipe, "--out", out, "--device", "cpu", "--length", 16, *options)
+    with pytest.raises(error, match=words):
+        qbench("analyze", recipe, "--out", out, "--device", "cpu", "--length", 16, *options)
     assert Analyses(out).manifest_before() == before
 
 
@@ -166,47 +176,21 @@ def test_texts_may_be_longer_than_the_context(own, tmp_path):
 
 
 def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, monkeypatch, capfd):
-    path, out = own
+    (path, out), only = own, ("--only", "softmax/fp32")
     shutil.rmtree(out / "analysis" / "softmax")
     with monkeypatch.context() as broken:
         broken.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
-        only = ("--only", "softmax/fp32")
         assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
     assert "softmax/fp32: failed: ZeroDivisionError" in capfd.readouterr().err
     failed = Analyses(out).records()[0]
     assert (failed.status, failed.measured) == ("failed", None)
     assert "softmax/fp32: failed" in markdown(load_analyses(Store(out)))
     assert qbench("analyze", path, "--out", out, *SHORT) == 0  # tried again
-    assert Analyses(out).records()[0].status == "ok"
-
-
-def test_a_good_analysis_is_not_replaced_by_one_that_fails(own, undrawn, monkeypatch, capfd):
-    path, out = own
-    before = Analyses(out).records()
+    good = Analyses(out).records()
+    assert good[0].status == "ok"
     monkeypatch.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
-    only = ("--only", "softmax/fp32", "--force")
-    assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
-    assert "softmax/fp32: failed: ZeroDivisionError" in capfd.readouterr().err
-    assert Analyses(out).records() == before
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        (("--field", "page"), RecipeError, "--field: needs --text"),
-        (("--only", "softmax/none"), RecipeError, "matches no cell"),
-        (("--text", "nowhere.jsonl"), RecipeError, "--text nowhere.jsonl: no such file"),
-        (
-            ("--text", DEMO / "data" / "demo_pages" / "test.jsonl"),
-            DataError,
-            ":1: no text in field",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, options, error, words):
-    with pytest.raises(error, match=words):
-        qbench("analyze", small_recipe(tmp_path), "--out", tmp_path / "out", *options)
-    assert not (tmp_path / "out").exists()
+    assert qbench("analyze", path, "--out", out, *SHORT, *only, "--force") == 1
+    assert Analyses(out).records() == good  # not replaced
 
 
 def test_texts_that_are_too_short_are_named(own, undrawn, capfd):

@@ -155,16 +155,3 @@ def test_a_copy_without_its_original_is_refused(tmp_path):
     options = ("--device", "cpu", "--only", "base/checkpoint", "--sensitivity", "checkpoint")
     with pytest.raises(RecipeError, match="the original of a published copy is not there"):
         qbench("analyze", path, "--out", tmp_path, *options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--sensitivity", "gptq-9bit"), "no such quantizer; it has fp32, rtn-4bit"),
-        (("--sensitivity", "fp32"), "quantizes neither weights nor activations"),
-        (("--blocks",), "--blocks: needs --sensitivity"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_work(tmp_path, options, words):
-    with pytest.raises(RecipeError, match=words):
-        qbench("analyze", small_recipe(tmp_path), "--out", tmp_path / "out", *options)
