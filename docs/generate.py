@@ -19,7 +19,8 @@ from typing import Any
 import jinja2
 import pandas as pd
 from scipy.stats import t
-from statsmodels.stats.multitest import multipletests
+
+from qbench.statistics.effect import holm
 
 ROOT = Path(__file__).parent.parent
 TEMPLATES = ROOT / "docs" / "templates"
@@ -72,10 +73,6 @@ def pair(name: str) -> pd.DataFrame:
     tested = rows.difference_p.notna()
     rows.loc[tested, "holm"] = holm(rows.difference_p[tested])
     return rows
-
-
-def holm(p: pd.Series) -> list[float]:
-    return list(multipletests(p, method="holm")[1]) if len(p) else []
 
 
 def select(name, task, metric, checkpoint, quantizer) -> pd.DataFrame:

@@ -374,14 +374,17 @@ class Records(Generic[R]):
         return groups
 
     def divergence_arrays(self, record: Record) -> tuple[np.ndarray, ...]:
-        """Return task and document as one text, KL divergence and scored tokens (NaN if they are
-        not known) of each row of ``divergences``, in a fifth of its time. Raises as it does."""
-        table = self._arrow(record, "divergences", read_dictionary=["task"])
+        """Return the names of documents ("task document", sorted), and of each row of
+        ``divergences`` the index of its document, KL divergence and scored tokens (NaN if they are
+        not known), in a tenth of its time. Raises as it does."""
+        names = ["task", "document", "kl", "tokens"]
+        table = self._arrow(record, "divergences", names, read_dictionary=["task"])
         tasks = table.unify_dictionaries()["task"].combine_chunks()
-        document, kl, tokens = (table[name].to_numpy() for name in ("document", "kl", "tokens"))
-        names = tuple(tasks.dictionary.to_pylist()) if len(table) else ()
+        document, kl, tokens = (table[name].to_numpy() for name in names[1:])
         codes = tasks.indices.to_numpy().astype("int64") if len(table) else document
-        return _names(names, codes.tobytes(), document.astype("int64").tobytes()), kl, tokens
+        tasks = tuple(tasks.dictionary.to_pylist()) if len(table) else ()
+        documents = document.astype("int64").tobytes()
+        return *_documents(tasks, codes.tobytes(), documents), kl, tokens
 
     def _listed_twice(self, record: Record) -> DamagedError:
         path = self._table_path(record, "outcomes")
@@ -403,13 +406,17 @@ class Records(Generic[R]):
     divergences = partialmethod(table, name="divergences")
     answers = partialmethod(table, name="answers")
 
-    def _arrow(self, record: Record, name: Table, **options: Any) -> Any:
-        """Return a table of ``record`` as pyarrow's Table; ``options`` are those of ParquetFile."""
+    def _arrow(
+        self, record: Record, name: Table, columns: list[str] | None = None, **options: Any
+    ) -> Any:
+        """Return ``columns`` of a table of ``record`` as pyarrow's Table, by default all;
+        ``options`` are those of ParquetFile."""
         from pyarrow import parquet
 
         # without threads: if there is no memory for one, pyarrow waits for it for ever
         payload = io.BytesIO(self.payload(record, name))
-        return parquet.ParquetFile(payload, pre_buffer=False, **options).read(use_threads=False)
+        file = parquet.ParquetFile(payload, pre_buffer=False, **options)
+        return file.read(columns, use_threads=False)
 
     def payload(self, record: Record, name: Table) -> bytes:
         """Return the content of a Parquet file, verified before a library parses it. Raises
@@ -439,12 +446,16 @@ class Records(Generic[R]):
 
 
 @lru_cache(maxsize=4)
-def _names(tasks: tuple[str, ...], codes: bytes, documents: bytes) -> np.ndarray:
-    """Return "task document" of each row; all cells of a folder have the same rows."""
+def _documents(
+    tasks: tuple[str, ...], codes: bytes, documents: bytes
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sorted "task document", and its index of each row; all cells of a folder have the
+    same rows."""
     import numpy as np
 
     rows = zip(*(np.frombuffer(part, "int64").tolist() for part in (codes, documents)), strict=True)
-    return np.array([f"{tasks[code]} {document}" for code, document in rows], dtype=str)
+    names = np.array([f"{tasks[code]} {document}" for code, document in rows], dtype=str)
+    return np.unique(names, return_inverse=True)
 
 
 class Analyses(Records[R]):

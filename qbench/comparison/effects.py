@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qbench.comparison.outcomes import of_groups, read_columns
-from qbench.comparison.rows import TESTED, Comparison, Row, redundant, status_of
+from qbench.comparison.rows import TESTED, Comparison, Row, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import base_metric, variance_name
 from qbench.records import ANSWERS
@@ -25,13 +25,12 @@ from qbench.statistics import (
     SeedEffect,
     adjust,
     drawing_error,
-    effect,
+    effects,
     mean_score,
     over_seeds,
-    score,
+    own_interval,
 )
-from qbench.statistics.panel import with_shared_documents
-from qbench.statistics.seeds import Signs
+from qbench.statistics.panel import Signs, with_shared_documents
 from qbench.store import Store
 
 ACCURACIES = ("acc", "acc_norm")
@@ -80,9 +79,8 @@ def find_at_chance(
 
 Name = tuple[str, str]  # cell, metric
 EffectKey = tuple[int, str, str]  # index of the row, contrast, checkpoint or group
-
-
 Columns = Mapping[str, Mapping[Name, Column]]  # task → (cell, metric) → outcomes
+Trainings = Sequence[Sequence[Signs]]  # groups of trainings: the signed scores of each
 
 
 def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comparison:
@@ -93,59 +91,73 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
     """
     comparison = dataclasses.replace(comparison, chance=chance_of_tasks(comparison, store))
     single = {checkpoint: (checkpoint,) for checkpoint in comparison.checkpoints}
-    effects: dict[EffectKey, Effect | Missing] = {}
+    answers: dict[EffectKey, Effect | Missing] = {}
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
-    for index, row in enumerate(comparison.lines):
-        by_name = columns.get(row.task, {})
-        for contrast, checkpoint, [[signs]] in _contrasts(comparison, row, single):
-            if not all(name in by_name for name in signs):
-                continue
-            panel = Panel.of({name: by_name[name] for name in signs})
-            if contrast == "scores":
-                interval = score(panel, *signs, row.aggregation)
-                if interval is not None:
-                    intervals[index][checkpoint] = interval
-            else:
-                answer = effect(panel, signs, row.aggregation)
-                spread = [by_name.get((cell, variance_name(metric))) for cell, metric in signs]
-                if isinstance(answer, Effect) and any(spread):
-                    scores = [by_name[name] for name in signs]
-                    drawn = drawing_error(scores, spread, row.aggregation)
-                    answer = dataclasses.replace(answer, drawn=drawn)
-                effects[index, contrast, checkpoint] = answer
+    for (task, _, aggregation), contrasts in _by_metric(comparison, columns, single).items():
+        signs = [signs for [[signs]] in contrasts.values()]
+        computed = effects(columns[task], signs, aggregation)
+        for key, names, answer in zip(contrasts, signs, computed, strict=True):
+            index, contrast, checkpoint = key
+            if contrast != "scores":
+                answers[key] = _with_drawing_error(answer, names, columns[task], aggregation)
+            elif (interval := own_interval(answer)) is not None:
+                intervals[index][checkpoint] = interval
     comparison = dataclasses.replace(comparison, at_chance=find_at_chance(comparison, intervals))
-    answers = _by_row(comparison, effects)
+    by_row = _by_row(comparison, answers)
     lines = tuple(
-        dataclasses.replace(row, intervals=intervals[index], **answers[index])
+        dataclasses.replace(row, intervals=intervals[index], **by_row[index])
         for index, row in enumerate(comparison.lines)
     )
     seeds = _seed_rows(comparison, columns)
     return dataclasses.replace(comparison, lines=lines, seeds=seeds, tested=True)
 
 
+def _with_drawing_error(
+    answer: Effect | Missing, names: Signs, columns: Mapping[Name, Column], aggregation: str
+) -> Effect | Missing:
+    """Return the answer with its error from drawing answers, if they are drawn."""
+    spread = [columns.get((cell, variance_name(metric))) for cell, metric in names]
+    if isinstance(answer, Missing) or not any(spread):
+        return answer
+    drawn = drawing_error([columns[name] for name in names], spread, aggregation)
+    return dataclasses.replace(answer, drawn=drawn)
+
+
 def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
     """Return a row over seeds for each of the comparison's that all groups have; ``columns`` as
     ``columns_by_task`` gives them."""
     groups = comparison.grid.replicates
-    effects: dict[EffectKey, SeedEffect | Missing] = {}
+    answers: dict[EffectKey, SeedEffect | Missing] = {}
     means: dict[int, dict[str, float]] = defaultdict(dict)
-    for index, row in enumerate(comparison.lines if groups else ()):
-        by_name = columns.get(row.task, {})
-        for contrast, group, trainings in _contrasts(comparison, row, groups):
-            names = {name: None for part in trainings for signs in part for name in signs}
-            if not all(name in by_name for name in names):
-                continue
-            panel = Panel.of({name: by_name[name] for name in names})
-            answer = over_seeds(panel, trainings, row.aggregation)
-            effects[index, contrast, group] = answer
+    asked = _by_metric(comparison, columns, groups) if groups else {}
+    for (task, _, aggregation), contrasts in asked.items():
+        for (index, contrast, group), trainings in contrasts.items():
+            names = dict.fromkeys(name for part in trainings for signs in part for name in signs)
+            panel = Panel.of({name: columns[task][name] for name in names})
+            answer = over_seeds(panel, trainings, aggregation)
+            answers[index, contrast, group] = answer
             if contrast == "scores" and isinstance(answer, SeedEffect):
-                means[index][group] = mean_score(panel, list(names), row.aggregation)
-    answers = _by_row(comparison, effects)
+                means[index][group] = mean_score(panel, list(names), aggregation)
+    by_row = _by_row(comparison, answers)
     return tuple(
-        dataclasses.replace(row, **answers[index], means=means[index])
+        dataclasses.replace(row, **by_row[index], means=means[index])
         for index, row in enumerate(comparison.lines)
         if index in means
     )
+
+
+def _by_metric(
+    comparison: Comparison, columns: Columns, groups: Mapping[str, Sequence[str]]
+) -> dict[tuple[str, str, str], dict[EffectKey, Trainings]]:
+    """Return task, metric and aggregation → the contrasts whose outcomes there are."""
+    asked: dict[tuple[str, str, str], dict[EffectKey, Trainings]] = defaultdict(dict)
+    for index, row in enumerate(comparison.lines):
+        by_name = columns.get(row.task, {})
+        for contrast, group, trainings in _contrasts(comparison, row, groups):
+            if all(name in by_name for part in trainings for signs in part for name in signs):
+                name = row.task, row.metric, row.aggregation
+                asked[name][index, contrast, group] = trainings
+    return asked
 
 
 def _by_row(
@@ -166,7 +178,7 @@ def _by_row(
             if name[1] == contrast
             and (comparison.lines[name[0]].task == ANSWERS) == of_answers
             and not isinstance(answer, Missing)
-            and not redundant(comparison.lines[name[0]], comparison.lines)
+            and not comparison.redundant(comparison.lines[name[0]])
             and not _guessed(comparison, *name)
         ]
         adjusted = adjust([effects[name] for name in family])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -22,20 +23,18 @@ from qbench.statistics import (
     KL_MEAN,
     Column,
     Effect,
-    LogMeans,
     Missing,
     Panel,
     SeedEffect,
     adjust,
-    effect,
+    effects,
     over_seeds,
 )
-from qbench.statistics.panel import is_logarithm, with_shared_documents
+from qbench.statistics.panel import Signs, is_logarithm, with_shared_documents
 from qbench.store import Store
 
 NO_DOCUMENTS = "records of earlier versions hold no KL by document"
 Columns = Mapping[object, Column]
-Signs = Mapping[object, float]  # name of a column → its sign in a sum
 
 
 def kl_of(comparison: Comparison, store: Store) -> Losses:
@@ -109,28 +108,18 @@ def _losses(
     """Fill in what is inferred from the cells' ``terms``: the signed columns whose sum is a cell's
     loss."""
 
-    pairwise = LogMeans(columns if aggregation == KL_MEAN else {})
-
-    def infer(signs: Signs) -> Effect | Missing:
-        if pairwise.takes(signs):
-            return pairwise.effect(signs)
-        return effect(Panel.of({name: columns[name] for name in signs}), signs, aggregation)
-
-    cells = {
-        cell: infer(terms[cell]) if cell in terms else Missing(reason=NO_DOCUMENTS)
-        for cell in losses.means
-    }
+    inferred = dict(zip(terms, effects(columns, [*terms.values()], aggregation), strict=True))
+    cells = {cell: inferred.get(cell, Missing(reason=NO_DOCUMENTS)) for cell in losses.means}
     pairs: dict[tuple[str, str, str], Effect] = {}
     for checkpoint in comparison.checkpoints:
-        names = [name for name in comparison.quantizers if f"{checkpoint}/{name}" in terms]
-        pairs |= _adjusted(
-            {
-                (checkpoint, a, b): infer(
-                    _sum([(terms[f"{checkpoint}/{a}"], 1), (terms[f"{checkpoint}/{b}"], -1)])
-                )
-                for a, b in combinations(names, 2)
-            }
-        )
+        cells_of = {name: terms[f"{checkpoint}/{name}"] for name in comparison.quantizers
+                    if f"{checkpoint}/{name}" in terms}  # fmt: skip
+        signs = {
+            (checkpoint, a, b): _sum([(cells_of[a], 1), (cells_of[b], -1)])
+            for a, b in combinations(cells_of, 2)
+        }
+        answers = effects(columns, [*signs.values()], aggregation)
+        pairs |= _adjusted(dict(zip(signs, answers, strict=True)))
     contrasts, overall = {}, {}
     base, *others = comparison.groups.items()
     for group, members in others:
@@ -150,8 +139,8 @@ def _losses(
         contrasts |= {(group, name): answer([name]) for name in shared}
         if shared:
             overall[group] = answer(shared)
-    return losses.with_tests(
-        cells=cells, pairs=pairs, contrasts=_adjusted(contrasts, keep=True),
+    return replace(
+        losses, cells=cells, pairs=pairs, contrasts=_adjusted(contrasts, keep=True),
         overall=_adjusted(overall, keep=True),
     )  # fmt: skip
 
@@ -171,10 +160,9 @@ def _against(
     else:
         groups = [[_sum(signs(a, 1)) for a in members], [_sum(signs(b, -1)) for b in base]]
     used = dict.fromkeys(name for group in groups for each in group for name in each)
-    panel = Panel.of({name: columns[name] for name in used})
     if len(members) == len(base) == 1:
-        return effect(panel, groups[0][0], aggregation)
-    return over_seeds(panel, groups, aggregation)
+        return effects(columns, groups[0], aggregation)[0]
+    return over_seeds(Panel.of({name: columns[name] for name in used}), groups, aggregation)
 
 
 def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:
@@ -211,15 +199,13 @@ def kl_column(store: Store, record: Record) -> Column | None:
         along = table[(table["task"] == ANSWERS) & (table["metric"] == "kl")]
         names = (ANSWERS + " " + along["document"].astype(str)).to_numpy(str)
         return Column.of(names, along["value"], along["weight"]) if len(along) else None
-    names, kl, tokens = store.divergence_arrays(record)
+    documents, index, kl, tokens = store.divergence_arrays(record)
     tokens = np.where(np.isnan(tokens), 1.0, tokens)
-    sums = Column.of(names, kl * tokens, tokens)
-    scored = sums.weights > 0
-    return Column(
-        documents=sums.documents[scored],
-        values=sums.values[scored] / sums.weights[scored],
-        weights=np.ones(int(scored.sum())),
-    )
+    totals, counts = (np.bincount(index, each, len(documents)) for each in (kl * tokens, tokens))
+    if not (counts > 0).all():
+        scored = counts > 0
+        documents, totals, counts = documents[scored], totals[scored], counts[scored]
+    return Column(documents=documents, values=totals / counts, weights=np.ones(len(documents)))
 
 
 def mean_of_tasks(record: Record) -> float | None:

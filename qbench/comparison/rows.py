@@ -7,7 +7,7 @@ import functools
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -225,9 +225,6 @@ class Losses:
             return mean
         return math.log(mean) if mean > 0 else None
 
-    def with_tests(self, **tests: Mapping) -> Losses:
-        return replace(self, **tests)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -338,6 +335,15 @@ class Comparison:
             return False
         return pair[0].key_parts.get("weights") == pair[1].key_parts.get("weights")
 
+    @functools.cached_property
+    def _metrics(self) -> frozenset[tuple[str, str]]:
+        return frozenset((row.task, row.metric) for row in self.lines)
+
+    def redundant(self, row: Row) -> bool:
+        """Return whether another metric of the same task says the same, as word_perplexity and
+        bits_per_byte do."""
+        return (row.task, REDUNDANT.get(row.metric)) in self._metrics
+
     def problems(self) -> list[tuple[GridCell, str]]:
         """Return what is missing, failed, unaudited, cut or mismatched of a cell, a line each."""
         lines = []
@@ -414,15 +420,6 @@ def status_of(record: Record | None) -> tuple[Status, str]:
 def _short(reason: str) -> str:
     """Shorten a reason to one readable line: an audit may name every layer."""
     return textwrap.shorten(reason, 240, placeholder=" … (the record has the whole text)")
-
-
-def redundant(line: Row, lines: Iterable[Row]) -> bool:
-    """Return whether another metric of the same task says the same, as word_perplexity and
-    bits_per_byte do."""
-    told_by = REDUNDANT.get(line.metric)
-    return told_by is not None and any(
-        other.metric == told_by and other.task == line.task for other in lines
-    )
 
 
 TESTED = ("deltas", "damages", "differences", "against")  # contrasts, a family of tests each

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from qbench.comparison.rows import Comparison, Losses, Row, redundant
+from qbench.comparison.rows import Comparison, Losses, Row
 from qbench.comparison.wording import effect_text, interval_text, nats, value_text
 from qbench.records import ANSWERS, Record
-from qbench.statistics import Missing, documents_for_margin
+from qbench.statistics import Missing, at_level, documents_for_margin
 from qbench.text import NO_VALUE
 
 if TYPE_CHECKING:
@@ -196,10 +196,11 @@ def _smallest(
         limit = value_text(losses.kind, margin, percent=losses.percent).lstrip("+")
         limit = f"{limit} points" if losses.percent else limit
     within: dict[str, dict[str, float]] = {}
-    for name, answer in answers.items():
+    bounds = at_level([*answers.values()], "upper_at", LEVEL / max(1, len(answers)))
+    for name, bound in zip(answers, bounds, strict=True):
         record = comparison.records[f"{checkpoint}/{name}"]
         size = _size(record)
-        if size is not None and answer.upper_at(LEVEL / len(answers)) <= margin:
+        if size is not None and bound <= margin:
             within.setdefault(_beside_weights(record), {})[name] = size
     if not within:
         counts = {name: documents_for_margin(each, margin, each.estimate)
@@ -323,9 +324,9 @@ def _power(tested: Sequence[tuple[Row, Effect | SeedEffect]]) -> str:
     seen = seen if ends else "no loss of accuracy would be detected"
     text = f"With {documents} documents per task, {seen}."
     rest = [each for each in points if not each.significant]
-    if not rest or any(each.upper_at(LEVEL / len(rest)) >= 1 for each in rest):
+    bounds = at_level(rest, "upper_at", LEVEL / max(1, len(rest))).tolist()
+    if not rest or max(bounds) >= 1:
         return text
-    bounds = [each.upper_at(LEVEL / len(rest)) for each in rest]
     worst = rest[bounds.index(max(bounds))]
     text += (
         f" Losses that are not significant are at most {100 * max(bounds):.1f} points (95 % for "
@@ -342,7 +343,7 @@ def _effects(
 ) -> Iterator[tuple[Row, Effect | SeedEffect]]:
     for row in comparison.seeds or comparison.lines:
         answer = getattr(row, contrast).get(group) if row.task != ANSWERS else None
-        if answer is not None and not redundant(row, comparison.lines):
+        if answer is not None and not comparison.redundant(row):
             yield row, answer
 
 

@@ -20,7 +20,7 @@ from qbench.records import (
     Divergence,
     Ratio,
 )
-from qbench.statistics.panel import estimate_contrast
+from qbench.statistics.panel import score_error
 
 if TYPE_CHECKING:
     from qbench.records import Score
@@ -101,6 +101,5 @@ def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
     value = float(values.sum()) / total
     error = None
     if count > 1 and weights.max() < total:
-        columns = values.astype(float)[:, None], weights.astype(float)[:, None]
-        error = estimate_contrast(*columns, np.ones(1), "mean")[1]
+        error = score_error(values.astype(float), weights.astype(float), "mean")
     return Ratio(value=value, stderr=error, documents=count)

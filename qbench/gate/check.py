@@ -7,6 +7,7 @@ Results of another checkpoint are refused; other parts of the keys that differ a
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,11 +42,12 @@ from qbench.statistics import (
     Regression,
     documents_needed,
     drawing_error,
-    effect,
+    effects,
     samples_needed,
     value,
 )
 from qbench.statistics.effect import DRAWN_ERRORS
+from qbench.statistics.panel import with_shared_documents
 from qbench.store import Store
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
@@ -55,6 +57,7 @@ AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
 # A key, which differs wherever anything does, and digests that "weights" has in one.
 LEFT_OUT = ("damage against", "checkpoint")
 SHORT = 12  # digits shown of a digest
+CellScore = tuple[str, Name]
 
 
 def require_same(
@@ -139,15 +142,18 @@ def check(
             gates += [*_audit_gates(cell, *audits, allowed), *layer_gates(cell, *audits, allowed)]
     blocked = {gate.cell for gate in gates if not gate.task}
     many = sum(len(scored.scores) for scored in old.cells.values())
+    compared = changes(
+        {cell: (old.cells[cell], new.cells[cell]) for cell in both if cell not in blocked}
+    )
     for cell in both:
         before, after = old.cells[cell], new.cells[cell]
-        for name in before.scores if cell not in blocked else ():
-            if name in after.scores:
+        for name in before.scores:
+            if line := compared.get((cell, name)):
                 margin = margin_of(
                     before.scores[name], before.columns[name], given, lines=many,
                     variance=before.variances.get(name),
                 )  # fmt: skip
-                gates.append(_gate_score(cell, name, before, after, margin))
+                gates.append(_gate_score(line, name, before, after, margin))
     extra = [cell for cell in (*new.cells, *new.broken) if cell not in old.cells]
     return Verdict(
         results=str(store.directory),
@@ -160,11 +166,10 @@ def check(
 
 
 def _gate_score(
-    cell: str, name: Name, before: CellResults, after: CellResults, margin: Margin
+    line: Change, name: Name, before: CellResults, after: CellResults, margin: Margin
 ) -> GateResult:
     """Judge one score, paired by document; one that no test knows by its value alone. Fails if a
     document of the baseline is missing."""
-    line = change(cell, name, before, after)
     score, was, now = before.scores[name], before.columns[name], after.columns[name]
     if score.aggregation in TESTABLE:
         gate = _gate(line, margin, same=_same(was, now))
@@ -172,7 +177,7 @@ def _gate_score(
     else:  # computed from all documents at once, such as BLEU
         worse = (100 if line.percent else 1) * (line.new - line.old)
         worse = -worse if score.higher_is_better else worse
-        result = measured(cell, score.metric, worse, margin.value, "by its value alone")
+        result = measured(line.cell, score.metric, worse, margin.value, "by its value alone")
         gate = replace(result, task=score.task, given=margin.given, change=line)
         gone = score.documents - after.scores[name].documents
     if gone <= 0:
@@ -198,16 +203,40 @@ def require_same_data(cell: str, before: Record, after: Record) -> None:
             )
 
 
-def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Change:
-    """Compare one score on the documents that both saw; as recorded if no test knows it."""
+def changes(cells: Mapping[str, tuple[CellResults, CellResults]]) -> dict[CellScore, Change]:
+    """Compare each score that a cell has in the baseline and now, by cell and name, on the
+    documents that both saw; as recorded if no test knows it."""
+    losses: dict[CellScore, Effect | Missing] = {}
+    by_name: dict[tuple[Name, str, bool], list[str]] = defaultdict(list)
+    for cell, (before, after) in cells.items():
+        for name, score in before.scores.items():
+            if name in after.scores:
+                by_name[name, score.aggregation, score.higher_is_better].append(cell)
+    for (name, aggregation, higher), names in by_name.items():
+        columns = with_shared_documents(
+            {
+                (cell, side): results.columns[name]
+                for cell in names
+                for side, results in zip(("old", "new"), cells[cell], strict=True)
+            }
+        )
+        worse = -1 if higher else 1
+        signs = [{(cell, "new"): worse, (cell, "old"): -worse} for cell in names]
+        answers = effects(columns, signs, aggregation)
+        losses |= {(cell, name): each for cell, each in zip(names, answers, strict=True)}
+    return {(cell, name): _change(cell, name, *cells[cell], loss)
+            for (cell, name), loss in losses.items()}  # fmt: skip
+
+
+def _change(
+    cell: str, name: Name, before: CellResults, after: CellResults, loss: Effect | Missing
+) -> Change:
     score, precision = before.scores[name], after.record.precision
-    columns = {"new": after.columns[name], "old": before.columns[name]}
-    panel = Panel.of(columns)
-    worse = -1 if score.higher_is_better else 1
-    loss = effect(panel, {"new": worse, "old": -worse}, score.aggregation)
+    columns = [side.columns[name] for side in (after, before)]
     variances = [side.variances.get(name) for side in (after, before)]
     if isinstance(loss, Effect) and any(variances):
-        loss = replace(loss, drawn=drawing_error(columns.values(), variances, score.aggregation))
+        loss = replace(loss, drawn=drawing_error(columns, variances, score.aggregation))
+    panel = Panel.of(dict(zip(("new", "old"), columns, strict=True)))
     paired = score.aggregation in TESTABLE and panel.documents
     old, new = (
         value(panel, side, score.aggregation) if paired else results.scores[name].value

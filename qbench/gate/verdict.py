@@ -11,13 +11,14 @@ from typing import Literal
 from xml.etree import ElementTree
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from qbench.errors import RecipeError
 from qbench.metrics import LOG_MEAN, LOG_SCALE, base_metric, is_percentage
 from qbench.records import ANSWERS, Score
 from qbench.statistics import Column, Effect, Missing, Panel, Regression, drawing_error, effect
-from qbench.statistics.panel import MOST_DOCUMENTS, degrees_of_freedom, estimate_contrast
+from qbench.statistics.intervals import MOST_DOCUMENTS, degrees_of_freedom
+from qbench.statistics.panel import score_error
 from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 
 ROUNDING = 1e-9  # per cent
@@ -356,12 +357,11 @@ def _supported(score: Score, column: Column, lines: int, drawn: float) -> float:
         margin = _bound_of_flips(documents, missed, flips)
     else:
         weights, level, freedom = column.weights, LEVEL, documents - 1
-        values, signs = column.values[:, None], np.ones(1)
-        stderr = estimate_contrast(values, weights[:, None], signs, score.aggregation)[1]
+        stderr = score_error(column.values, weights, score.aggregation)
         # The bound of the bootstrap-t is the end of the two-sided interval.
         if np.ptp(weights) or documents <= MOST_DOCUMENTS:
             kurtosis = 3 * float(np.mean(weights**4) / np.mean(weights**2) ** 2)
-            level, freedom = LEVEL / 2, degrees_of_freedom(weights, kurtosis)
+            level, freedom = LEVEL / 2, float(degrees_of_freedom(weights, kurtosis)[0])
         reach = special.stdtrit(freedom, (1 - level, 1 - missed)).sum()
         moves = (ANSWER_MOVES if score.task == ANSWERS else MOVES) * stderr
         margin = math.expm1(float(reach) * max(moves, BOTH_DRAWN * drawn))
@@ -373,6 +373,8 @@ def _bound_of_flips(documents: int, missed: float, flips: float) -> float:
     """Return the one-sided bound on the loss, as a fraction, that harmless flips of a share
     ``flips`` exceed with probability ``missed``: answers are lost and won at the same rate, and by
     chance lost more."""
+    from scipy import stats  # slow to import
+
     rate = flips * documents / 2  # of either, Poisson
     loss = int(stats.skellam.ppf(1 - missed, rate, rate))  # of lost − won
     # The likeliest counts with that difference: lost · won = rate².

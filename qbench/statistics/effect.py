@@ -9,53 +9,60 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import special
 
 from qbench.metrics import LOG_SCALE
+from qbench.statistics.intervals import (
+    CONFIDENCE,
+    ENOUGH_TO_DRAW,
+    MOST_DOCUMENTS,
+    POWER,
+    BootstrapT,
+    Method,
+    ScoreTest,
+    StudentT,
+    bootstrap_log_means,
+    bootstrap_ratios,
+)
 from qbench.statistics.panel import (
     INFLUENCE,
     KL_MEAN,
     LOG_MEAN,
-    MOST_DOCUMENTS,
-    ROUNDING,
     Column,
-    Counts,
+    Contrasts,
     Floats,
     Panel,
-    Studentized,
+    Scores,
+    Signs,
     as_scored,
-    detectable_mean,
     effective_documents,
-    error_of,
-    estimate_contrast,
     is_logarithm,
-    score_interval,
-    score_p,
-    studentize,
-    studentize_log_mean,
 )
 
 LEVEL = 0.05
-POWER = 0.80
-CONFIDENCE = 0.95
 # A difference within so many standard errors of drawing answers is not called one, so that at most
 # 2 % of runs of one model against itself have a mark (tests/comparison/test_sham_answers.py).
 DRAWN_ERRORS = 3.0
-ONE_SIDED = 2 * CONFIDENCE - 1  # confidence of an interval whose ends are one-sided 95 % bounds
 # If fewer documents changed than this, Student's t is too short for values without known ends.
 FEW_CHANGES = 20
 FEWEST_KL = 20  # documents: with ten the interval of a mean with heavy tails spans magnitudes
 # Log-likelihoods are told apart to a thousandth of a nat, which is what a baseline file keeps.
 RESOLUTION = 0.001
+TOGETHER = 600_000  # documents of contrasts that are computed together, in a processor's cache
 
 Kind = Literal["difference", "log ratio"]
 Test = Literal["score test", "paired t", "bootstrap-t"]
-TESTABLE = (*INFLUENCE, LOG_MEAN, KL_MEAN)  # aggregations whose scores ``effect`` compares
+TESTS: dict[type[Method], Test] = {
+    ScoreTest: "score test", StudentT: "paired t", BootstrapT: "bootstrap-t",
+}  # fmt: skip
+TESTABLE = (*INFLUENCE, LOG_MEAN, KL_MEAN)  # aggregations whose scores ``effects`` compares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +84,10 @@ class Tested:
     perplexity in the millions has no useful error of its own, so there is no interval of its raw
     difference.
 
-    ``size_at`` maps a level of significance to the size that a test at that level finds with 80 %
-    power. ``drawn`` is the standard error that comes from drawing answers, which the interval
-    includes. ``detectable`` is that size at the level that the mark needs beside the other tests of
-    its ``family`` (its number of tests); ``adjust`` sets them and ``p_holm``. ``upper_at`` maps a
-    level to the one-sided upper bound that excludes larger values at that level; ``bounds`` are
-    the one-sided 95 % bounds.
+    ``drawn`` is the standard error that comes from drawing answers, which the interval includes.
+    ``detectable`` is the size that is found with 80 % power at the level that the mark needs beside
+    the other tests of its ``family`` (its number of tests); ``adjust`` sets them and ``p_holm``.
+    ``bounds`` are the one-sided 95 % bounds. ``method`` has the contrast at ``place``.
     """
 
     kind: Kind
@@ -94,8 +99,8 @@ class Tested:
     p_holm: float | None = None
     family: int = 0
     detectable: float | None = None
-    size_at: Callable[[float], float] = field(repr=False, compare=False)
-    upper_at: Callable[[float], float] = field(repr=False, compare=False)
+    method: Method = field(repr=False, compare=False)
+    place: int = field(default=0, repr=False, compare=False)
 
     @property
     def estimate(self) -> float:
@@ -129,8 +134,14 @@ class Missing:
     kind: Kind = "difference"
 
 
-def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Effect | Missing:
-    """Return the effect Σ sign · score over the panel's columns named in ``signs``.
+Answer = Effect | Missing
+
+
+def effects(
+    columns: Mapping[object, Column], contrasts: Sequence[Signs], aggregation: str
+) -> list[Answer]:
+    """Return the effect Σ sign · score of each contrast, over the ``columns`` that it names and the
+    documents that all of these have.
 
     - Values between 0 and 1 (or 0 and 100) with equal weights, such as right-or-wrong answers and
       shares of credit: the score test.
@@ -140,94 +151,158 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
 
     The last needs ``FEW_CHANGES`` documents that changed.
     """
+    together: dict[frozenset[int], list[int]] = defaultdict(list)
+    for place, signs in enumerate(contrasts):
+        together[frozenset(id(columns[name].documents) for name in signs)].append(place)
+    answers: dict[int, Answer] = {}
+    for places in together.values():
+        names = dict.fromkeys(name for place in places for name in contrasts[place])
+        panel = Panel.of({name: columns[name] for name in names})
+        some = [contrasts[place] for place in places]
+        answers |= zip(places, _effects(panel, some, aggregation), strict=True)
+    return [answers[place] for place in range(len(contrasts))]
+
+
+def effect(panel: Panel, signs: Signs, aggregation: str) -> Answer:
+    """Return the effect of one contrast of the panel's columns, as ``effects``."""
+    return _effects(panel, [signs], aggregation)[0]
+
+
+def _effects(panel: Panel, contrasts: Sequence[Signs], aggregation: str) -> list[Answer]:
+    reason = ""
     if aggregation not in TESTABLE:
-        return Missing(reason=f"no test is known for scores that are aggregated as {aggregation}")
-    if panel.documents < 2:
-        return Missing(reason="fewer than two documents are shared")
+        reason = f"no test is known for scores that are aggregated as {aggregation}"
+    elif panel.documents < 2:
+        reason = "fewer than two documents are shared"
+    if reason:
+        return [Missing(reason=reason)] * len(contrasts)
     kl, aggregation = aggregation == KL_MEAN, LOG_MEAN if aggregation == KL_MEAN else aggregation
-    columns = [panel.index[name] for name in signs]
-    values, weights = panel.values[:, columns], panel.weights[:, columns]
-    sign = np.array(list(signs.values()), dtype=float)
-    if reason := _unusable(values, weights, aggregation):
-        return Missing(reason=reason)
-    estimate, stderr, terms = estimate_contrast(values, weights, sign, aggregation)
-    kind: Kind = "log ratio" if is_logarithm(aggregation) else "difference"
-    about = {"kind": kind, "documents": panel.documents}
-    if (observed := _counts(values, weights, sign, aggregation)) is not None:
-        return _by_score_test(observed, estimate, stderr, about)
-    if aggregation == LOG_MEAN and panel.documents < FEWEST_KL:
-        return Missing(reason=too_few_for_kl(panel.documents), estimate=estimate, kind=kind)
-    changed = int(np.count_nonzero(values @ sign)) if len(sign) > 1 else panel.documents
-    if aggregation == LOG_MEAN and 0 < changed < FEW_CHANGES:  # of answers' lengths, not of KL
-        return Missing(reason=_few(changed, panel.documents), estimate=estimate, kind=kind)
-    if aggregation == LOG_MEAN:
-        studentized = studentize_log_mean(values, sign, kl=kl, contrast=(estimate, stderr, terms))
-    else:
-        studentized = _studentized(values, weights, sign, aggregation, estimate, stderr)
-    if studentized is not None:
-        return _by_bootstrap(studentized, stderr, about)
-    if kind == "difference" and changed < min(FEW_CHANGES, panel.documents):
-        return Missing(reason=_few(changed, panel.documents), estimate=estimate, kind=kind)
-    freedom = effective_documents(weights) - 1
-    grain = stderr
-    if aggregation in LOG_SCALE:
-        grain = max(stderr, RESOLUTION * math.sqrt(panel.documents) / weights.sum(axis=0).min())
-    return _by_t(estimate, stderr, freedom, about, grain)
+    signs, problems = panel.signs(contrasts), problems_of(panel, aggregation)
+    problem = np.where(signs != 0, problems, len(PROBLEMS)).min(axis=1)
+    answers: list[Answer | None] = [
+        Missing(reason=PROBLEMS[each]) if each < len(PROBLEMS) else None for each in problem
+    ]
+    kept, places = problems == len(PROBLEMS), np.flatnonzero(problem == len(PROBLEMS))
+    if len(places):
+        if not kept.all():
+            panel = Panel(values=panel.values[:, kept], weights=panel.weights[:, kept])
+        block = _Block(panel, aggregation, kl)
+        step = max(1, TOGETHER // panel.documents)
+        for start in range(0, len(places), step):
+            part = places[start : start + step]
+            made = block.answers(signs[part][:, kept])
+            for place, answer in zip(part, made, strict=True):
+                answers[place] = answer
+    return answers
 
 
-class LogMeans:
-    """Computes what ``effect`` does with ``KL_MEAN``, to the bit, for differences of many columns
-    on the same documents, whose sums and shares are computed once: 99 precisions have 4,851 pairs.
-    ``takes`` are the columns that it can compare."""
-
-    def __init__(self, columns: Mapping[object, Column]) -> None:
-        self._columns: dict[object, Column] = {}
-        self._shares: dict[object, Floats] = {}
-        self._sizes: dict[object, float] = {}  # of the shares
-        for name, column in columns.items():
-            first = next(iter(self._columns.values()), column)
-            values, weights = column.values[:, None], column.weights[:, None]
-            many = len(values) > MOST_DOCUMENTS and column.documents is first.documents
-            if many and np.all(weights == 1) and not _unusable(values, weights, LOG_MEAN):
-                _, size, terms = estimate_contrast(values, weights, np.ones(1), LOG_MEAN)
-                self._columns[name], self._shares[name], self._sizes[name] = column, terms, size
-
-    def takes(self, signs: Mapping[object, float]) -> bool:
-        return list(signs.values()) == [1.0, -1.0] and all(name in self._columns for name in signs)
-
-    def effect(self, signs: Mapping[object, float]) -> Effect | Missing:
-        """Return the effect of ``signs``, two columns that ``takes`` accepts."""
-        values = np.array([self._columns[name].values for name in signs]).T
-        terms = np.subtract(*(self._shares[name] for name in signs))
-        sign, documents = np.array([1.0, -1.0]), len(values)
-        estimate, stderr = float(np.log(values.sum(axis=0) / documents) @ sign), error_of(terms)
-        if stderr <= ROUNDING * math.hypot(*(self._sizes[name] for name in signs)):
-            stderr = 0.0
-        about = {"kind": "log ratio", "documents": documents}
-        changed = int(np.count_nonzero(values[:, 0] != values[:, 1]))
-        if 0 < changed < FEW_CHANGES:
-            return Missing(reason=_few(changed, documents), estimate=estimate, kind="log ratio")
-        contrast = estimate, stderr, terms
-        studentized = studentize_log_mean(values, sign, kl=True, contrast=contrast)
-        if studentized is None:
-            return _by_t(estimate, stderr, documents - 1.0, about, stderr)
-        return _by_bootstrap(studentized, stderr, about)
+PROBLEMS = ("one document has all the weight", "a score is not finite", "a KL divergence is 0")
 
 
-def score(panel: Panel, name: object, aggregation: str) -> Interval | None:
-    """Return one column's own score with its interval, in its units; None if it has none.
+def problems_of(panel: Panel, aggregation: str) -> NDArray:
+    """Return the index in ``PROBLEMS`` of why each column has no effect; their number if it may
+    have one. A document that has all the weight leaves nothing to compare it with."""
+    weight = panel.weights.sum(axis=0)
+    ratio = panel.values.sum(axis=0) / weight
+    finite = np.isfinite(panel.values).all(axis=0) & np.isfinite(as_scored(ratio, aggregation))
+    nothing = (aggregation == LOG_MEAN) & ~(ratio > 0)
+    conditions = [~np.all(panel.weights < weight, axis=0), ~finite, nothing]
+    return np.select(conditions, range(len(PROBLEMS)), len(PROBLEMS))
 
-    That of a perplexity is of its logarithm.
-    """
-    tested = effect(panel, {name: 1}, aggregation)
-    if isinstance(tested, Missing):
+
+class _Block:
+    """Computes contrasts of columns on the same documents."""
+
+    def __init__(self, panel: Panel, aggregation: str, kl: bool) -> None:
+        self.aggregation, self.kl, self.documents = aggregation, kl, panel.documents
+        self.kind: Kind = "log ratio" if is_logarithm(aggregation) else "difference"
+        self.scores, self.weights = Scores(panel, aggregation), panel.weights.T
+        values = self.scores.values
+        self.most, self.freedom = values.max(axis=1), effective_documents(self.weights) - 1
+        bounded = (values.min(axis=1) >= 0) & (self.most <= 100) & (aggregation == "mean")
+        self.bounded = bounded & np.all(self.weights == 1, axis=1)
+        self.lengths = np.unique(self.weights, axis=0) if aggregation in LOG_SCALE else ()
+
+    def answers(self, signs: Floats) -> list[Answer]:
+        """Return the effects of ``signs`` [contrasts, columns]."""
+        made, used, documents = self.scores.contrasts(signs), signs != 0, self.documents
+        bounded = np.all(self.bounded | ~used, axis=1)
+        changed = np.count_nonzero(made.steps, axis=1)
+        changed[np.count_nonzero(used, axis=1) == 1] = documents
+        missing = np.zeros(len(signs), bool)
+        if self.aggregation == LOG_MEAN:  # few lengths of answers may change; KL always does
+            missing = ((changed > 0) & (changed < FEW_CHANGES)) | (documents < FEWEST_KL)
+        elif self.kind == "difference":
+            missing = (changed < min(FEW_CHANGES, documents)) & ~bounded
+        answers: dict[int, Answer] = {}
+        for place in np.flatnonzero(missing).tolist():
+            reason = f"{changed[place]} of {documents} documents changed: too few for an interval"
+            if self.aggregation == LOG_MEAN and documents < FEWEST_KL:
+                reason = too_few_for_kl(documents)
+            estimate = float(made.estimate[place])
+            answers[place] = Missing(reason=reason, estimate=estimate, kind=self.kind)
+        if len(places := np.flatnonzero(bounded)):
+            answers |= self._effects(places, self._score_test(made[places]))
+        drawn = ~missing & ~bounded & (made.stderr > 0) & (documents >= ENOUGH_TO_DRAW)
+        if self.aggregation == LOG_MEAN and drawn.any():
+            places = np.flatnonzero(drawn)
+            valid, method = bootstrap_log_means(made[places], self.scores, kl=self.kl)
+            answers |= self._effects(places[valid], method)
+        for weights in self.lengths:
+            alike = np.all(self.weights == weights, axis=1) | ~used
+            places = np.flatnonzero(drawn & np.all(alike, axis=1))
+            if len(places) and (documents <= MOST_DOCUMENTS or np.ptp(weights)):
+                valid, method = bootstrap_ratios(made[places], weights)
+                answers |= self._effects(places[valid], method)
+        places = np.array([place for place in range(len(signs)) if place not in answers], int)
+        if len(places):
+            answers |= self._effects(places, self._student_t(made[places], used[places]))
+        return [answers[place] for place in range(len(signs))]
+
+    def _score_test(self, made: Contrasts) -> ScoreTest:
+        """Return the test of scores in a known range. A difference of differences is taken to reach
+        no farther than one answer, unless it was seen to."""
+        most = np.where(made.signs != 0, self.most, 0).max(axis=1)
+        reach = np.maximum(np.where(most <= 1, 1.0, 100.0), np.abs(made.steps).max(axis=1))
+        return ScoreTest.of(
+            made.steps, estimate=made.estimate, stderr=made.stderr,
+            lowest=-reach * np.any(made.signs < 0, axis=1),
+            highest=reach * np.any(made.signs > 0, axis=1),
+        )  # fmt: skip
+
+    def _student_t(self, made: Contrasts, used: NDArray) -> StudentT:
+        freedom = np.where(used, self.freedom, np.inf).min(axis=1)
+        grain = made.stderr
+        if self.aggregation in LOG_SCALE:
+            weight = np.where(used, self.scores.weights, np.inf).min(axis=1)
+            grain = np.maximum(grain, RESOLUTION * math.sqrt(self.documents) / weight)
+        return StudentT(estimate=made.estimate, stderr=made.stderr, freedom=freedom, grain=grain)
+
+    def _effects(self, places: NDArray, method: Method) -> Iterator[tuple[int, Effect]]:
+        """Yield the effects of ``method``, each with its place."""
+        numbers = (method.estimate, *method.interval(CONFIDENCE), method.stderr)
+        rows = zip(*(each.tolist() for each in numbers), strict=True)
+        intervals = [Interval(estimate=e, low=a, high=b, stderr=s) for e, a, b, s in rows]
+        bounds = zip(*(each.tolist() for each in method.bounds()), strict=True)
+        rows = zip(places.tolist(), intervals, bounds, method.p().tolist(), strict=True)
+        for index, (place, interval, bound, p) in enumerate(rows):
+            yield place, Effect(
+                kind=self.kind, interval=interval, bounds=bound, p=p, documents=self.documents,
+                test=TESTS[type(method)], method=method, place=index,
+            )  # fmt: skip
+
+
+def own_interval(answer: Answer) -> Interval | None:
+    """Return a score with its interval in its units, of the effect of one column; that of a
+    perplexity is of its logarithm. None if it has none."""
+    if isinstance(answer, Missing):
         return None
-    if tested.kind == "difference":
-        return tested.interval
+    if answer.kind == "difference":
+        return answer.interval
     with np.errstate(over="ignore"):  # an end beyond the largest double is infinite
-        ends = [tested.estimate, tested.interval.low, tested.interval.high]
+        ends = [answer.estimate, answer.interval.low, answer.interval.high]
         middle, low, high = np.exp(ends).tolist()
-    stderr = middle * tested.interval.stderr
+    stderr = middle * answer.interval.stderr
     return Interval(estimate=middle, low=low, high=high, stderr=stderr)
 
 
@@ -238,126 +313,25 @@ def value(panel: Panel, name: object, aggregation: str) -> float:
     return float(as_scored(ratio, aggregation))
 
 
-def _unusable(values: Floats, weights: Floats, aggregation: str) -> str:
-    """Return why there is no effect, if so."""
-    weight = weights.sum(axis=0)
-    # A document that has all the weight leaves nothing to compare it with.
-    if not np.all(weights < weight):
-        return "one document has all the weight"
-    if not np.isfinite(values).all():
-        return "a score is not finite"
-    ratio = values.sum(axis=0) / weight
-    if aggregation == LOG_MEAN and not np.all(ratio > 0):
-        return "a KL divergence is 0"
-    if not np.isfinite(as_scored(ratio, aggregation)).all():
-        return "a score is not finite"
-    return ""
-
-
 def too_few_for_kl(documents: int) -> str:
     return f"{documents} documents: fewer than {FEWEST_KL} say too little of a KL mean"
 
 
-def _few(changed: int, documents: int) -> str:
-    return f"{changed} of {documents} documents changed: too few for an interval"
-
-
-def _counts(values: Floats, weights: Floats, sign: Floats, aggregation: str) -> Counts | None:
-    """Return the documents' contributions if each score lies in a known range; else None.
-
-    A difference of differences is taken to reach no farther than one answer, unless it was seen to.
-    """
-    if aggregation != "mean" or np.any(weights != 1) or values.min() < 0 or values.max() > 100:
-        return None
-    scale = 1.0 if values.max() <= 1 else 100.0
-    steps = values @ sign
-    reach = max(scale, float(np.abs(steps).max()))
-    lowest = -reach if np.any(sign < 0) else 0.0
-    highest = reach if np.any(sign > 0) else 0.0
-    return Counts.of(np.round(steps, 12), lowest=lowest, highest=highest)
-
-
-def _by_score_test(observed: Counts, estimate: float, stderr: float, about: dict) -> Effect:
-    low, high = score_interval(observed, CONFIDENCE)
-    reach = max(abs(observed.lowest), abs(observed.highest))
-    return Effect(
-        **about,
-        interval=Interval(estimate=estimate, low=low, high=high, stderr=stderr),
-        bounds=score_interval(observed, ONE_SIDED),
-        test="score test",
-        p=score_p(observed),
-        size_at=lambda level: detectable_mean(
-            observed.mean_square, observed.documents, reach=reach, level=level, power=POWER
-        ),
-        upper_at=lambda level: score_interval(observed, 1 - 2 * level)[1],
-    )
-
-
-def _studentized(
-    values: Floats,
-    weights: Floats,
-    sign: Floats,
-    aggregation: str,
-    estimate: float,
-    stderr: float,
-) -> Studentized | None:
-    if aggregation not in LOG_SCALE or np.any(weights != weights[:, :1]):
-        return None
-    total = values @ (INFLUENCE[aggregation] * sign)
-    return studentize(total, weights[:, 0], estimate=estimate, stderr=stderr)
-
-
-def _by_bootstrap(studentized: Studentized, stderr: float, about: dict) -> Effect:
-    low, high = studentized.interval(CONFIDENCE)
-    return Effect(
-        **about,
-        interval=Interval(estimate=studentized.estimate, low=low, high=high, stderr=stderr),
-        # In simulations where damage grows with a page's length these ends cover 94 % or more, the
-        # bootstrap-t's own one-sided bounds 91 to 95 %.
-        bounds=(low, high),
-        test="bootstrap-t",
-        p=studentized.p(),
-        size_at=lambda level: (
-            detectable_by_t(studentized.stderr, studentized.freedom, level)
-            + max(studentized.missed)
-        ),
-        upper_at=lambda level: studentized.interval(1 - level)[1],
-    )
-
-
-def _by_t(estimate: float, stderr: float, freedom: float, about: dict, grain: float) -> Effect:
-    """Return an effect by Student's t; ``grain`` is the least standard error of what is found."""
-
-    def reach(confidence: float) -> float:
-        return float(special.stdtrit(freedom, (1 + confidence) / 2)) * stderr
-
-    ends, bounds = reach(CONFIDENCE), reach(ONE_SIDED)
-    p = float(estimate == 0)
-    if stderr > 0:
-        p = float(2 * special.stdtr(freedom, -abs(estimate / stderr)))
-    interval = Interval(estimate=estimate, low=estimate - ends, high=estimate + ends, stderr=stderr)
-    return Effect(
-        **about,
-        interval=interval,
-        bounds=(estimate - bounds, estimate + bounds),
-        test="paired t",
-        p=p,
-        size_at=lambda level: detectable_by_t(grain, freedom, level),
-        upper_at=lambda level: estimate + reach(1 - 2 * level),
-    )
-
-
-def detectable_by_t(stderr: float, freedom: float, level: float) -> float:
-    """Return the size that a two-sided Student's t test at ``level`` finds with 80 % power, by the
-    noncentral t distribution (Cohen 1988, Statistical Power Analysis, section 2.2)."""
-    critical = float(special.stdtrit(freedom, 1 - level / 2))
-    shift = float(special.nctdtrinc(freedom, 1 - POWER, critical))
-    if not math.isfinite(shift) or shift <= 0:  # beyond what scipy solves: few seeds, small level
-        shift = critical * math.sqrt(2 / freedom * float(special.gammaincinv(freedom / 2, POWER)))
-    return shift * stderr
-
-
 AnEffect = TypeVar("AnEffect", bound=Tested)
+
+
+def at_level(effects: Sequence[Tested], what: str, level: float | Floats) -> Floats:
+    """Return ``what`` of each effect, ``upper_at`` or ``size_at``, at a level of significance, or
+    at one level each; what a method has is computed together."""
+    levels, numbers = np.broadcast_to(level, len(effects)), np.zeros(len(effects))
+    together: dict[int, list[int]] = defaultdict(list)
+    for index, each in enumerate(effects):
+        together[id(each.method)].append(index)
+    for members in together.values():
+        places = np.array([effects[index].place for index in members])
+        method = effects[members[0]].method[places]
+        numbers[members] = getattr(method, what)(levels[members])
+    return numbers
 
 
 def adjust(effects: Sequence[AnEffect]) -> list[AnEffect]:
@@ -365,18 +339,21 @@ def adjust(effects: Sequence[AnEffect]) -> list[AnEffect]:
     the mark would show: at the level that Holm leaves to a test beside those that are marked."""
     if not effects:
         return []
-    from statsmodels.stats.multitest import multipletests  # scipy.stats: 0.3 s, which no cell needs
+    adjusted = holm([each.p for each in effects])
+    others = sum(adjusted < LEVEL) - (adjusted < LEVEL)
+    sizes = at_level(effects, "size_at", LEVEL / (len(effects) - others))
+    return [
+        dataclasses.replace(each, p_holm=float(p), family=len(effects), detectable=float(size))
+        for each, p, size in zip(effects, adjusted, sizes, strict=True)
+    ]
 
-    adjusted = multipletests([each.p for each in effects], method="holm")[1]
-    marked = sum(p < LEVEL for p in adjusted)
-    corrected = []
-    for each, p in zip(effects, adjusted, strict=True):
-        others = marked - (p < LEVEL)
-        size = each.size_at(LEVEL / (len(effects) - others))
-        corrected.append(
-            dataclasses.replace(each, p_holm=float(p), family=len(effects), detectable=size)
-        )
-    return corrected
+
+def holm(p: Sequence[float]) -> Floats:
+    """Return p-values adjusted for the number of tests (Holm 1979)."""
+    order, adjusted = np.argsort(p), np.zeros(len(p))
+    steps = np.asarray(p)[order] * np.arange(len(p), 0, -1)
+    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
+    return adjusted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,75 +8,45 @@ the seeds, which more documents do not make smaller, and one of the documents.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import optimize, special
 
 from qbench.statistics.effect import (
-    CONFIDENCE,
     FEW_CHANGES,
     FEWEST_KL,
-    ONE_SIDED,
     TESTABLE,
     Interval,
     Missing,
     Tested,
-    detectable_by_t,
     too_few_for_kl,
+)
+from qbench.statistics.intervals import (
+    CONFIDENCE,
+    ONE_SIDED,
+    BootstrapT,
+    Method,
+    ScoreTest,
+    bootstrap_log_means,
+    detectable_by_t,
 )
 from qbench.statistics.panel import (
     KL_MEAN,
     LOG_MEAN,
-    Counts,
     Floats,
     Panel,
-    Studentized,
+    Scores,
+    Signs,
     as_scored,
     effective_documents,
-    estimate_contrast,
     is_logarithm,
-    score_interval,
-    studentize_log_mean,
 )
 
-Signs = Mapping[object, float]
 Ends = Callable[[float], tuple[float, float]]  # confidence → ends of the interval
-
-
-def few_changes(panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: str) -> Ends | None:
-    """Return the score interval of the mean change per document, for scores of which few changed.
-
-    A document that was not drawn may have changed in every training, so each document counts with
-    its mean over the trainings. None if scores are not between 0 and 1, or if ``FEW_CHANGES``
-    documents or more differ from the most common change.
-    """
-    columns = [panel.index[name] for group in groups for signs in group for name in signs]
-    values, weights = panel.values[:, columns], panel.weights[:, columns]
-    if aggregation != "mean" or np.any(weights != 1) or values.min() < 0 or values.max() > 1:
-        return None
-    steps = [np.stack([_step(panel, signs) for signs in group], axis=1) for group in groups]
-    every = np.concatenate(steps, axis=1)  # [documents, trainings]
-    most = np.sort(every, axis=0)[len(every) // 2]
-    if min((every != like).any(axis=1).sum() for like in (0, most)) >= FEW_CHANGES:
-        return None
-    signs = {sign for group in groups for signs_of in group for sign in signs_of.values()}
-    means = np.round(sum(step.mean(axis=1) for step in steps), 12)
-    reach = max(1.0, float(np.abs(every).max())) * len(groups)
-    observed = Counts.of(
-        means, lowest=0.0 if signs == {1} else -reach, highest=0.0 if signs == {-1} else reach
-    )
-    return lambda confidence: score_interval(observed, confidence)
-
-
-def _step(panel: Panel, signs: Signs) -> Floats:
-    """Return what each document contributes to a training's contrast: −2 … 2."""
-    columns = [panel.index[name] for name in signs]
-    return panel.values[:, columns] @ np.array(list(signs.values()), dtype=float)
-
-
 LEAST_P = 1e-12
 LEAST_CONFIDENCE = 1e-4  # p above one less this is 1
 
@@ -99,7 +69,8 @@ class SeedEffect(Tested):
 def over_seeds(
     panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: str
 ) -> SeedEffect | Missing:
-    """Return the effect Σ over ``groups`` of the mean of a group's contrasts.
+    """Return the effect Σ over ``groups`` of the mean of a group's contrasts, of all columns of the
+    panel.
 
     Contrasts of trainings that are pairs (same seed, data and order) stand in one group; of two
     normalizers with unequal numbers of trainings each is a group of its own.
@@ -134,13 +105,16 @@ def over_seeds(
     if any(len(group) < 2 for group in groups):
         return Missing(reason="a group has one training")
     kl, aggregation = aggregation == KL_MEAN, LOG_MEAN if aggregation == KL_MEAN else aggregation
-    contrasts = [_contrasts(panel, group, aggregation) for group in groups]
-    if any(each is None for each in contrasts):
+    finite = np.isfinite(panel.values).all()
+    if not finite or not np.all(panel.weights < panel.weights.sum(axis=0)):
         return Missing(reason="a score is not finite")
-    estimates = [each[0] for each in contrasts]  # [seeds] of each group
-    terms = [each[1] for each in contrasts]  # [seeds, documents] of each group
-    columns = [panel.index[name] for group in groups for signs in group for name in signs]
-    documents, many = effective_documents(panel.weights[:, columns]), panel.documents
+    signs = [panel.signs(group) for group in groups]  # [seeds, columns] of each group
+    scores = Scores(panel, aggregation)
+    made = [scores.contrasts(each) for each in signs]
+    estimates, terms = ([getattr(each, part) for each in made] for part in ("estimate", "terms"))
+    if not all(np.isfinite(each).all() for each in estimates):
+        return Missing(reason="a score is not finite")
+    documents, many = float(effective_documents(panel.weights.T).min()), panel.documents
     together = sum(each.mean(axis=0) for each in terms)  # [documents]
     # Variance that all trainings share on the same documents: the documents' less the residual.
     rest = sum(_rest(each) for each in terms)
@@ -150,17 +124,17 @@ def over_seeds(
     parts += [(v, len(e) - 1) for v, e in zip(by_seeds, estimates, strict=True)]
     estimate = float(sum(each.mean() for each in estimates))
     variance = max(of_documents, sum(part for part, _ in parts))
-    few = few_changes(panel, groups, aggregation)
-    heavy = _of_log_means(panel, groups, kl) if aggregation == LOG_MEAN else None
+    few = few_changes(panel, signs) if aggregation == "mean" else None
+    heavy = _of_log_means(panel, signs, kl) if aggregation == LOG_MEAN else None
 
     def ends(confidence: float) -> tuple[float, float]:
         if heavy is not None:
             of_seeds = _reach(parts[1:], confidence)
-            below, above = (abs(end - estimate) for end in heavy.interval(confidence))
+            below, above = (abs(float(end[0]) - estimate) for end in heavy.interval(confidence))
             return estimate - math.hypot(below, of_seeds), estimate + math.hypot(above, of_seeds)
         alone = _reach([(of_documents, documents - 1)], confidence)
         reach = max(_reach(parts, confidence), 0.0 if few else alone)
-        low, high = few(confidence) if few else (estimate, estimate)
+        low, high = (float(end[0]) for end in few.interval(confidence)) if few else [estimate] * 2
         return min(low, estimate - reach), max(high, estimate + reach)
 
     low, high = ends(CONFIDENCE)
@@ -169,11 +143,8 @@ def over_seeds(
         kind="log ratio" if is_logarithm(aggregation) else "difference",
         interval=Interval(estimate=estimate, low=low, high=high, stderr=math.sqrt(variance)),
         bounds=ends(ONE_SIDED),
-        upper_at=lambda level: ends(1 - 2 * level)[1],
+        method=_SeedMethod(estimate=estimate, stderr=math.sqrt(variance), ends=ends, parts=parts),
         p=_p(estimate, ends),
-        size_at=lambda level: math.sqrt(
-            sum(detectable_by_t(math.sqrt(part), free, level) ** 2 for part, free in parts)
-        ),
         paired=len(groups) == 1,
         each=tuple(float(value) for each in estimates for value in each),
         of_seeds=seeds_alone / variance if variance > 0 else 0.0,
@@ -182,15 +153,58 @@ def over_seeds(
     )
 
 
-def _of_log_means(panel: Panel, groups: Sequence[Sequence[Signs]], kl: bool) -> Studentized | None:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _SeedMethod(Method):
+    """Computes the bounds and detectable sizes of one effect over seeds."""
+
+    ends: Ends
+    parts: Sequence[tuple[float, float]]  # variances with their degrees of freedom
+
+    def __getitem__(self, places: NDArray) -> Self:
+        return self
+
+    def upper_at(self, level: Floats) -> Floats:
+        return np.array([self.ends(1 - 2 * each)[1] for each in level])
+
+    def size_at(self, level: Floats) -> Floats:
+        sizes = [detectable_by_t(math.sqrt(part), free, level) ** 2 for part, free in self.parts]
+        return np.sqrt(sum(sizes))
+
+
+def few_changes(panel: Panel, signs: Sequence[Floats]) -> ScoreTest | None:
+    """Return the score test of the mean change per document, for scores of which few changed;
+    ``signs`` of each group: [trainings, columns].
+
+    A document that was not drawn may have changed in every training, so each document counts with
+    its mean over the trainings. None if scores are not between 0 and 1, or if ``FEW_CHANGES``
+    documents or more differ from the most common change.
+    """
+    values = panel.values
+    if np.any(panel.weights != 1) or values.min() < 0 or values.max() > 1:
+        return None
+    steps = [values @ group.T for group in signs]  # −2 … 2, [documents, trainings]
+    every = np.concatenate(steps, axis=1)
+    most = np.sort(every, axis=0)[len(every) // 2]
+    if min((every != like).any(axis=1).sum() for like in (0, most)) >= FEW_CHANGES:
+        return None
+    means = np.round(sum(step.mean(axis=1) for step in steps), 12)
+    reach = max(1.0, float(np.abs(every).max())) * len(signs)
+    lowest, highest = (side * reach * any(np.any(side * each > 0) for each in signs)
+                       for side in (-1.0, 1.0))  # fmt: skip
+    return ScoreTest.of(
+        means[None], estimate=np.zeros(1), stderr=np.zeros(1),
+        lowest=np.array([lowest]), highest=np.array([highest]),
+    )  # fmt: skip
+
+
+def _of_log_means(panel: Panel, signs: Sequence[Floats], kl: bool) -> BootstrapT | None:
     """Return the bootstrap-t over documents of the mean over trainings, of KL divergences."""
-    signs: dict[object, float] = defaultdict(float)
-    for group in groups:
-        for training in group:
-            for name, sign in training.items():
-                signs[name] += sign / len(group)
-    columns = [panel.index[name] for name in signs]
-    return studentize_log_mean(panel.values[:, columns], np.array(list(signs.values())), kl=kl)
+    scores = Scores(panel, LOG_MEAN)
+    made = scores.contrasts(sum(each.mean(axis=0) for each in signs)[None])
+    if made.stderr[0] == 0:
+        return None
+    valid, method = bootstrap_log_means(made, scores, kl=kl)
+    return method if len(valid) else None
 
 
 def mean_score(panel: Panel, names: Sequence[object], aggregation: str) -> float:
@@ -198,26 +212,6 @@ def mean_score(panel: Panel, names: Sequence[object], aggregation: str) -> float
     columns = [panel.index[name] for name in names]
     ratios = panel.values[:, columns].sum(axis=0) / panel.weights[:, columns].sum(axis=0)
     return float(np.mean(as_scored(ratios, aggregation)))
-
-
-def _contrasts(
-    panel: Panel, group: Sequence[Signs], aggregation: str
-) -> tuple[Floats, Floats] | None:
-    """Return the estimates [seeds] and the shares of their errors [seeds, documents]; None if a
-    score is not finite."""
-    estimates, terms = [], []
-    for signs in group:
-        columns = [panel.index[name] for name in signs]
-        values, weights = panel.values[:, columns], panel.weights[:, columns]
-        sign = np.array(list(signs.values()), dtype=float)
-        if not (np.isfinite(values).all() and np.all(weights < weights.sum(axis=0))):
-            return None
-        estimate, _, shares = estimate_contrast(values, weights, sign, aggregation)
-        estimates.append(estimate)
-        terms.append(shares)
-    if not np.isfinite(estimates).all():
-        return None
-    return np.array(estimates), np.array(terms)
 
 
 def _rest(terms: Floats) -> float:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 LINE = ("task", "label", "metric", "direction", "method")
 PRECISION = ("precision", "activations", "arithmetic", "kv_cache")  # where these are parts
 SCORE = ("status", "value", "stderr", "low", "high", "documents")
+ENTRY = ("checkpoint", "status", "value", "stderr", "documents", "key", "reason")
 CONTRASTS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
@@ -97,7 +98,7 @@ def _row(line: Row, entry: RowValue) -> dict[str, object]:
     activations, kv_cache = line.precision.activations, line.precision.kv_cache
     row: dict[str, object] = {
         **_about(line),
-        **asdict(entry),
+        **{name: getattr(entry, name) for name in ENTRY},
         "bits": line.bits,
         "precision": line.precision.name,
         "activations": activations and activations.scheme,

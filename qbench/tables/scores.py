@@ -16,7 +16,6 @@ from qbench.comparison.rows import (
     RowValue,
     bits_per_weight,
     gib,
-    redundant,
     training_notes,
 )
 from qbench.comparison.wording import (
@@ -263,9 +262,11 @@ class MethodLines:
     @property
     def seeds(self) -> list[Row]:
         """Return the rows over several trainings of each kind, if the grid has them."""
+        if not self.comparison.seeds:
+            return []
         quantizers = {line.quantizer for line in self.lines}
         rows = (row for row in self.comparison.seeds if row.quantizer in quantizers)
-        return [row for row in rows if not redundant(row, self.comparison.lines)]
+        return [row for row in rows if not self.comparison.redundant(row)]
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -293,9 +294,8 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
         labels = {line.quantizer for line in every}
         if method == methods[-1]:  # precisions that have no rows too
             labels |= {cell.quantizer for cell in comparison.grid.cells}
-        repeated = [redundant(line, every) for line in every]
-        lines = [line for line, hidden in zip(every, repeated, strict=True) if not hidden]
-        left_out = [line for line, hidden in zip(every, repeated, strict=True) if hidden]
+        lines = [line for line in every if not comparison.redundant(line)]
+        left_out = [line for line in every if comparison.redundant(line)]
         made.append(
             MethodLines(
                 comparison=comparison,
@@ -568,7 +568,7 @@ def against_table(comparison: Comparison) -> list[Table]:
     nothing if none is named."""
     rows = []
     for line in comparison.seeds or comparison.lines:
-        if line.against and not redundant(line, comparison.lines):
+        if line.against and not comparison.redundant(line):
             row = _names(line)
             for group in comparison.groups:
                 row += _effect_cells(line, group, "against", group)

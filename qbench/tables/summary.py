@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from textwrap import fill
 
-from qbench.comparison.rows import Comparison, Row, bits_per_weight, gib, redundant
+from qbench.comparison.rows import Comparison, Row, bits_per_weight, gib
 from qbench.comparison.verdict import about, loss_text, ordered, verdict
 from qbench.comparison.wording import effect_text
 from qbench.tables.scores import scale_notes
@@ -39,10 +39,9 @@ def precision_table(comparison: Comparison) -> list[Table]:
 def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
     """Return the rows with as many columns as fit, and their legend."""
     shown = list(rows[0])
-    if _width(rows, shown) > WIDTH:  # intervals go first
+    if _widths(rows)[-1] > WIDTH:  # intervals go first
         rows = [{**row, "KL": row["KL"].partition(" [")[0]} for row in rows]
-    while len(shown) > 4 and _width(rows, shown) > WIDTH:
-        shown.pop()
+    shown = shown[: max(4, sum(width <= WIDTH for width in _widths(rows)))]
     hidden = [name for name in rows[0] if name not in shown]
     notes = _legend(comparison, [{name: row[name] for name in shown} for row in rows], shown[4:])
     notes += [f"In tables.md also: {', '.join(hidden)}."] if hidden else []
@@ -76,8 +75,10 @@ def _text(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> str:
     return table(shown, cells, align="l" + "r" * (len(shown) - 1))
 
 
-def _width(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> int:
-    return max(map(len, _text(rows, shown).splitlines()))
+def _widths(rows: Sequence[dict[str, str]]) -> list[int]:
+    """Return the width of the table with its first column, its first two columns and so on."""
+    rule = _text(rows, list(rows[0])).splitlines()[1]
+    return [place + 1 for place, character in enumerate(rule) if character == "|"][1:]
 
 
 def _rows(comparison: Comparison) -> list[dict[str, str]]:
@@ -106,7 +107,7 @@ def _first_rows(comparison: Comparison) -> list[Row]:
     """Return the first metric of each task, in the papers' order, of each precision."""
     rows: dict[tuple[str, str], Row] = {}
     for row in comparison.seeds or comparison.lines:
-        if not redundant(row, comparison.lines):
+        if not comparison.redundant(row):
             rows.setdefault((row.quantizer, row.task), row)
     return list(rows.values())
 

@@ -118,10 +118,10 @@ def as_csv(
     if not columns:
         return ""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
     writer.writerows(
-        {name: cell if name in numbers else for_csv(cell) for name, cell in row.items()}
+        [row.get(name) if name in numbers else for_csv(row.get(name)) for name in columns]
         for row in rows
     )
     return text.getvalue()

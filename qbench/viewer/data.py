@@ -35,7 +35,6 @@ from qbench.comparison.rows import (
     bits_per_weight,
     flat,
     gib,
-    redundant,
     status_of,
     training_notes,
 )
@@ -201,7 +200,7 @@ def plain(value: Any) -> Any:
 def overview(results: Results, comparison: Comparison) -> Json:
     """Return the first page: the verdict, scores and effects, cells, problems."""
     grid, store = comparison.grid, results.store
-    lines = [line for line in comparison.lines if not redundant(line, comparison.lines)]
+    lines = [line for line in comparison.lines if not comparison.redundant(line)]
     labels = {line.task: line.label for line in lines}
     return {
         "ready": comparison.tested or not comparison.records,
@@ -214,7 +213,7 @@ def overview(results: Results, comparison: Comparison) -> Json:
         "cells": [_cell(comparison, store, cell) for cell in grid.cells],
         "lines": [_line(line) for line in lines],
         "by_group": [
-            _seed_line(line) for line in comparison.seeds if not redundant(line, comparison.lines)
+            _seed_line(line) for line in comparison.seeds if not comparison.redundant(line)
         ],
         "verdict": verdict(comparison),
         "about": about(comparison),

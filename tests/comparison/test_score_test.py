@@ -6,22 +6,27 @@ import numpy as np
 import pytest
 from panels import FOUR, TWO, panel
 from scipy import optimize, stats
-from statsmodels.stats.contingency_tables import mcnemar
 
 from qbench.statistics import effect
-from qbench.statistics.panel import Counts, detectable_mean, score_interval, score_p
+from qbench.statistics.intervals import ScoreTest, detectable_mean
 
 
 def counted(counts, lowest, highest):
     values = np.repeat(list(counts), list(counts.values())).astype(float)
-    return Counts.of(values, lowest=lowest, highest=highest)
+    return score_test(values, lowest, highest)
+
+
+def score_test(values, lowest, highest):
+    """Return p and a function that returns the ends of the interval."""
+    ends = {"lowest": np.array([lowest]), "highest": np.array([highest])}
+    test = ScoreTest.of(values[None], estimate=np.zeros(1), stderr=np.zeros(1), **ends)
+    return float(test.p()[0]), tuple(float(end[0]) for end in test.interval(0.95))
 
 
 @pytest.mark.parametrize(("gained", "lost"), [(3, 9), (0, 5), (25, 25), (121, 59), (1, 0)])
 def test_the_p_of_changes_is_mcnemars(gained, lost):
-    table = [[40, gained], [lost, 17]]
-    expected = mcnemar(table, exact=False, correction=False).pvalue
-    ours = score_p(counted({1: gained, 0: 57, -1: lost}, -1, 1))
+    expected = stats.chi2.sf((gained - lost) ** 2 / (gained + lost), 1)
+    ours, _ = counted({1: gained, 0: 57, -1: lost}, -1, 1)
     assert ours == pytest.approx(expected, rel=1e-6)
 
 
@@ -43,22 +48,21 @@ def closed_form(gained, lost, documents):
     ("gained", "lost", "documents"), [(9, 4, 57), (0, 5, 33), (900, 1100, 20_000), (8, 8, 16)]
 )
 def test_the_interval_of_changes_is_tangos(gained, lost, documents):
-    result = counted({1: gained, 0: documents - gained - lost, -1: lost}, -1, 1)
-    low, high = score_interval(result, 0.95)
+    _, (low, high) = counted({1: gained, 0: documents - gained - lost, -1: lost}, -1, 1)
     assert high == pytest.approx(closed_form(gained, lost, documents), abs=1e-9)
     assert low == pytest.approx(-closed_form(lost, gained, documents), abs=1e-9)
 
 
 @pytest.mark.parametrize(("right", "documents"), [(0, 20), (3, 20), (20, 20), (1, 500)])
 def test_the_interval_of_right_answers_is_wilsons(right, documents):
-    ours = score_interval(counted({0: documents - right, 1: right}, 0, 1), 0.95)
+    _, ours = counted({0: documents - right, 1: right}, 0, 1)
     reference = stats.binomtest(right, documents).proportion_ci(0.95, method="wilson")
     assert ours == pytest.approx((reference.low, reference.high), abs=1e-9)
 
 
 @pytest.mark.parametrize("counts", [{-2: 1, -1: 4, 0: 190, 1: 3, 2: 2}, {-2: 1, -0.3: 4, 0: 20}])
 def test_the_interval_is_the_means_that_lagrange_does_not_reject(counts):
-    low, high = score_interval(counted(counts, -2, 2), 0.95)
+    _, (low, high) = counted(counts, -2, 2)
     values, often = (np.array(part, dtype=float) for part in zip(*counts.items(), strict=True))
     total = often.sum()
 
@@ -88,9 +92,7 @@ def test_interval_and_p_agree_whatever_the_values():
         documents = int(rng.integers(5, 80))
         values = rng.choice([-1.0, 0.0, 1.0], documents, p=[0.1, 0.8, 0.1])
         values *= rng.random(documents) if rng.random() < 0.5 else 1
-        result = Counts.of(values, lowest=-1, highest=1)
-        low, high = score_interval(result, 0.95)
-        p = score_p(result)
+        p, (low, high) = score_test(values, -1.0, 1.0)
         assert (low > 0 or high < 0) == (p < 0.05) or abs(p - 0.05) < 1e-6
 
 
@@ -165,7 +167,7 @@ def test_differences_in_differences_keep_their_coverage(documents, chances):
 )
 def test_what_is_called_detectable_is_found_in_80_of_100_simulations(changed, documents, level):
     square = changed / documents
-    gap = detectable_mean(square, documents, reach=1, level=level, power=0.8)
+    gap = float(detectable_mean(square, documents, reach=1.0, level=level))
     share = max(square, gap)
     rng = np.random.default_rng(19)
     changes = rng.binomial(documents, share, size=20_000)

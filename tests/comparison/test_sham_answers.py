@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from qbench.gate.baseline import CellResults
-from qbench.gate.check import _gate, change
+from qbench.gate.check import _gate, changes
 from qbench.gate.verdict import margin_of
 from qbench.metrics import LOG_MEAN
 from qbench.records import ANSWERS, Precision, Score
@@ -58,7 +58,9 @@ def marks(runs, samples, shift=0.0):
     """Return the share of runs in which a table marks a difference."""
     alarms = 0
     for sides in sham_runs(runs, samples, shift):
-        effects = [change("a/b", (ANSWERS, m), *both).effect for m, both in sides.items()]
+        effects = [
+            line.effect for both in sides.values() for line in changes({"a/b": both}).values()
+        ]
         tested = adjust([each for each in effects if isinstance(each, Effect)])
         alarms += any(each.significant for each in tested)
     return alarms / runs
@@ -72,7 +74,7 @@ def gates(runs, samples, given, shift=0.0):
             name = (ANSWERS, metric)
             margin = margin_of(old.scores[name], old.columns[name], given, lines=len(METRICS),
                                variance=old.variances[name])  # fmt: skip
-            results.append(_gate(change("a/b", name, old, new), margin, same=False))
+            results.append(_gate(changes({"a/b": (old, new)})["a/b", name], margin, same=False))
         yield results
 
 

@@ -1,6 +1,7 @@
 """Effects of all other kinds, correction for many tests, and non-inferiority."""
 
 import dataclasses
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -10,17 +11,18 @@ from scipy import stats
 from qbench.statistics import (
     KL_MEAN,
     Column,
-    LogMeans,
     Missing,
     Panel,
     Regression,
     adjust,
+    at_level,
     documents_for_margin,
     documents_needed,
     effect,
-    score,
+    effects,
+    own_interval,
 )
-from qbench.statistics.effect import detectable_by_t
+from qbench.statistics.intervals import detectable_by_t
 
 # Perplexities
 
@@ -28,13 +30,14 @@ from qbench.statistics.effect import detectable_by_t
 def test_a_perplexitys_own_interval_is_that_of_its_logarithm():
     nats = -np.random.default_rng(3).lognormal(size=1_200)
     one = Panel(values=nats[:, None], weights=np.ones((1_200, 1)), index={"a": 0})
-    result = score(one, "a", "perplexity")
+    result = own_interval(effect(one, {"a": 1}, "perplexity"))
     reference = stats.ttest_1samp(-nats, 0).confidence_interval()
     assert (result.low, result.high) == pytest.approx(tuple(np.exp(reference)), rel=1e-9)
 
 
 def test_an_end_beyond_the_largest_number_is_infinite():
-    result = score(panel(np.linspace(-800, -610, 20), np.zeros(20)), "new", "perplexity")
+    both = panel(np.linspace(-800, -610, 20), np.zeros(20))
+    result = own_interval(effect(both, {"new": 1}, "perplexity"))
     assert np.isfinite(result.estimate)
     assert result.high == np.inf
 
@@ -91,7 +94,7 @@ def coverage(case, pages, simulations):
     ],
 )
 def test_perplexity_intervals_cover_935_of_1000(case, pages, monkeypatch):
-    monkeypatch.setattr("qbench.statistics.panel.ROUNDS", 300)
+    monkeypatch.setattr("qbench.statistics.intervals.ROUNDS", 300)
     covered, bound = coverage(case, pages, 400)
     assert covered >= 0.935 - 0.012
     assert bound >= 0.935 - 0.012
@@ -154,28 +157,38 @@ def test_a_kl_of_0_has_no_logarithm():
     assert effect(panel(np.zeros(20), np.ones(20)), TWO, KL_MEAN).reason == "a KL divergence is 0"
 
 
-PAIRS = {"other": 1_500, "alike": 0, "a few documents": 7, "in rounding alone": -1}
-
-
-@pytest.mark.parametrize("kind", PAIRS)
-def test_pairs_of_many_columns_are_the_effects_of_two_to_the_bit(kind):
-    rng, documents = np.random.default_rng(6), np.arange(1_500)
-    new, old = divergences(rng, 1_500)
-    kept = slice(PAIRS[kind], None)
-    new[kept] = old[kept] if PAIRS[kind] >= 0 else new[kept]
-    if kind == "in rounding alone":
-        new = old * (1 + 1e-16 * rng.integers(-1, 2, 1_500))
-    ones = np.ones(1_500)
-    columns = {
-        name: Column(documents=documents, values=values, weights=ones)
-        for name, values in {"new": new, "old": old}.items()
-    }
-    pairs, expected = LogMeans(columns), effect(Panel.of(columns), TWO, KL_MEAN)
-    assert pairs.takes(TWO)
-    assert pairs.effect(TWO) == expected
-    assert not pairs.takes({"new": 1.0})
-    zero = columns | {"none": Column(documents=documents, values=0 * ones, weights=ones)}
-    assert not LogMeans(zero).takes({"new": 1.0, "none": -1.0})
+@pytest.mark.parametrize("aggregation", [KL_MEAN, "perplexity", "weighted_perplexity", "mean"])
+@pytest.mark.parametrize("documents", [30, 1_100])
+def test_contrasts_that_are_computed_together_are_those_of_each_alone(aggregation, documents):
+    """Equal columns, few changes, other documents and other lengths among them."""
+    rng, names = np.random.default_rng(6), np.arange(documents)
+    first, second = divergences(rng, documents)
+    values = {"a": first, "same": first, "b": second, "few": np.where(names < 7, second, first),
+              "rounding": first * (1 + 1e-16 * rng.integers(-1, 2, documents)),
+              "zero": np.zeros(documents), "none": np.full(documents, np.nan)}  # fmt: skip
+    sign = -1 if "perplexity" in aggregation else 1
+    lengths = rng.lognormal(size=documents) if "weighted" in aggregation else np.ones(documents)
+    columns = {name: Column.of(names, sign * each, lengths) for name, each in values.items()}
+    columns["fewer"] = Column.of(names[5:], sign * first[5:], lengths[5:])
+    columns["longer"] = Column.of(names, sign * second, 2 * lengths)
+    if aggregation == "mean":
+        columns["right"], columns["wrong"] = (
+            Column.of(names, rng.random(documents) < chance, lengths) for chance in (0.7, 0.6)
+        )
+    contrasts = [{one: 1.0, other: -1.0} for one, other in combinations(columns, 2)]
+    contrasts += [{name: 1.0} for name in columns] + [{"a": 1, "b": -1, "fewer": -1, "few": 1}]
+    together = effects(columns, contrasts, aggregation)
+    for signs, answer in zip(contrasts, together, strict=True):
+        alone = effect(Panel.of({name: columns[name] for name in signs}), signs, aggregation)
+        assert type(alone) is type(answer)
+        if isinstance(alone, Missing):
+            assert (answer.reason, answer.kind) == (alone.reason, alone.kind)
+            assert (answer.estimate is None) == (alone.estimate is None)
+            assert (answer.estimate or 0) == pytest.approx(alone.estimate or 0, abs=1e-15)
+        else:
+            assert (answer.test, answer.documents) == (alone.test, alone.documents)
+            numbers = [(*dataclasses.astuple(e.interval), *e.bounds, e.p) for e in (answer, alone)]
+            assert numbers[0] == pytest.approx(numbers[1], rel=1e-9, abs=1e-14)
 
 
 # Metrics over all documents at once, and values without known ends
@@ -257,8 +270,8 @@ def test_holm_gives_the_textbook_values_and_the_size_that_the_mark_would_show():
     assert [e.p_holm for e in result] == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert [e.mark for e in result] == ["‡", "", "", "‡"]
     assert [e.family for e in result] == [4] * 4
-    assert result[1].detectable == one.size_at(0.05 / 2)  # two of four are marked
-    assert result[0].detectable == one.size_at(0.05 / 3)
+    assert result[1].detectable == at_level([one], "size_at", 0.05 / 2)  # two of four are marked
+    assert result[0].detectable == at_level([one], "size_at", 0.05 / 3)
 
 
 @pytest.mark.parametrize("seeds", [False, True])

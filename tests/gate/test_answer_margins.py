@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qbench.gate.baseline import CellResults
-from qbench.gate.check import _gate, change
+from qbench.gate.check import _gate, changes
 from qbench.gate.verdict import margin_of
 from qbench.metrics import LOG_MEAN
 from qbench.records import ANSWERS, Precision, Score
@@ -30,7 +30,7 @@ def gate(metric, old, new, given=None, variances=None):
     name = (ANSWERS, metric)
     before, after = (cell(metric, values, variances) for values in (old, new))
     margin = margin_of(before.scores[name], before.columns[name], given or {}, lines=20)
-    return _gate(change("a/b", name, before, after), margin, same=False)
+    return _gate(changes({"a/b": (before, after)})["a/b", name], margin, same=False)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def pages(draw, documents):
 def test_a_harmless_change_passes_at_the_default_margin(
     metric, aggregation, pairs, documents, least, monkeypatch
 ):
-    monkeypatch.setattr("qbench.statistics.panel.ROUNDS", 300)
+    monkeypatch.setattr("qbench.statistics.intervals.ROUNDS", 300)
     about, passed = score(metric, aggregation, documents), 0
     signs = {"old": 1, "new": -1} if aggregation == "mean" else {"new": 1, "old": -1}
     for old, new in itertools.islice(pairs(np.random.default_rng(documents), documents), 300):

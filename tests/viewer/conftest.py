@@ -8,7 +8,7 @@ from hostile_results import Running, fill
 def few_rounds():
     """Of 10,000 rounds of each bootstrap: pages look the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qbench.statistics.panel.ROUNDS", 500)
+        patch.setattr("qbench.statistics.intervals.ROUNDS", 500)
         yield
 
 
