@@ -56,25 +56,18 @@ def chance_of_tasks(comparison: Comparison, store: Store) -> dict[str, float]:
     return chances
 
 
-def chance_of(comparison: Comparison, row: Row) -> float | None:
-    """Return the score of guessing; None if the metric is no accuracy or nothing is known."""
-    return comparison.chance.get(row.task) if base_metric(row.metric) in ACCURACIES else None
-
-
 def find_at_chance(
     comparison: Comparison, intervals: Mapping[int, Mapping[str, Interval]]
 ) -> frozenset[tuple[str, str, str]]:
     """Return (checkpoint, task, metric) of each accuracy of an unquantized model whose interval
     reaches down to chance; ``intervals``: by the row's index and checkpoint."""
-    at_chance = set()
-    for index, row in enumerate(comparison.lines):
-        chance = chance_of(comparison, row)
-        if row.quantized or not chance:
-            continue
-        for checkpoint, interval in intervals.get(index, {}).items():
-            if interval.low <= chance:
-                at_chance.add((checkpoint, row.task, row.metric))
-    return frozenset(at_chance)
+    return frozenset(
+        (checkpoint, row.task, row.metric)
+        for index, row in enumerate(comparison.lines)
+        if not row.quantized and base_metric(row.metric) in ACCURACIES
+        for checkpoint, interval in intervals.get(index, {}).items()
+        if interval.low <= comparison.chance.get(row.task, 0) > 0
+    )
 
 
 Name = tuple[str, str]  # cell, metric

@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, special
+from scipy import special
 
 from qbench.statistics.effect import (
     FEW_CHANGES,
@@ -237,6 +237,8 @@ def _p(estimate: float, ends: Ends) -> float:
     def reaches(logarithm: float) -> float:
         low, high = ends(1 - math.exp(logarithm))
         return -low if estimate > 0 else high
+
+    from scipy import optimize  # slow to import
 
     least, most = math.log(LEAST_P), math.log1p(-LEAST_CONFIDENCE)
     if reaches(least) <= 0:
