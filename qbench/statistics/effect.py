@@ -55,7 +55,9 @@ FEW_CHANGES = 20
 FEWEST_KL = 20  # documents: with ten the interval of a mean with heavy tails spans magnitudes
 # Log-likelihoods are told apart to a thousandth of a nat, which is what a baseline file keeps.
 RESOLUTION = 0.001
-TOGETHER = 600_000  # documents of contrasts that are computed together, in a processor's cache
+# Documents of contrasts that are computed together, in a processor's cache; but at most so many
+# contrasts, of each of which the bootstrap keeps 10,000 rounds.
+TOGETHER, MOST_CONTRASTS = 600_000, 150
 
 Kind = Literal["difference", "log ratio"]
 Test = Literal["score test", "paired t", "bootstrap-t"]
@@ -187,7 +189,7 @@ def _effects(panel: Panel, contrasts: Sequence[Signs], aggregation: str) -> list
         if not kept.all():
             panel = Panel(values=panel.values[:, kept], weights=panel.weights[:, kept])
         block = _Block(panel, aggregation, kl)
-        step = max(1, TOGETHER // panel.documents)
+        step = min(MOST_CONTRASTS, max(1, TOGETHER // panel.documents))
         for start in range(0, len(places), step):
             part = places[start : start + step]
             made = block.answers(signs[part][:, kept])

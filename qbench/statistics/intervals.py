@@ -290,25 +290,31 @@ def bootstrap_log_means(made: Contrasts, scores: Scores, *, kl: bool) -> tuple[N
     if documents > MOST_DOCUMENTS:  # no wider than Student's t
         quantiles, farthest = np.zeros((len(NORMAL), many)), np.zeros(many)
     else:
-        rounds = np.array([_rounds_of_log_mean(scores, sign) for sign in made.signs])
-        quantiles, farthest = quantiles_of(rounds), np.full(many, math.inf)
+        quantiles = quantiles_of(_rounds_of_log_means(scores, made.signs))
+        farthest = np.full(many, math.inf)
     return _bootstrap(made, np.ones(documents), quantiles, farthest, counted, missed)
 
 
-def _rounds_of_log_mean(scores: Scores, sign: Floats) -> Floats:
-    """Return (estimate − truth) / standard error of Σ sign · ln(mean), [rounds]."""
-    documents, used = scores.documents, np.flatnonzero(sign)
-    scaled, sign = (scores.values[used] / scores.ratio[used, None]).T, sign[used]
-    pairs = [(a, b) for a in range(len(sign)) for b in range(a, len(sign))]
-    squares = np.stack([scaled[:, a] * scaled[:, b] for a, b in pairs], axis=1)
-    sums = drawn_sums(np.hstack([scaled, squares])) / documents
-    means, squares = sums[:, : len(sign)], sums[:, len(sign) :]
-    slope = sign / means
-    variance = sum(
-        (1 if a == b else 2) * slope[:, a] * slope[:, b] * squares[:, index]
-        for index, (a, b) in enumerate(pairs)
-    ) - float(sign.sum()) ** 2  # fmt: skip
-    return (np.log(means) @ sign) / np.sqrt(np.maximum(variance, 1e-12) / documents)
+def _rounds_of_log_means(scores: Scores, signs: Floats) -> Floats:
+    """Return (estimate − truth) / standard error of each Σ sign · ln(mean), [contrasts, rounds]."""
+    documents, columns = scores.documents, []
+    for sign in signs:
+        used = np.flatnonzero(sign)
+        scaled = (scores.values[used] / scores.ratio[used, None]).T
+        first, second = np.triu_indices(len(used))
+        columns.append(np.hstack([scaled, scaled[:, first] * scaled[:, second]]))
+    sums = drawn_sums(np.hstack(columns)) / documents
+    ends = np.cumsum([each.shape[1] for each in columns])[:-1]
+    rounds = []
+    for sign, part in zip(signs, np.split(sums, ends, axis=1), strict=True):
+        sign = sign[sign != 0]
+        means, squares = part[:, : len(sign)], part[:, len(sign) :]
+        (first, second), slope = np.triu_indices(len(sign)), sign / means
+        products = np.where(first == second, 1, 2) * slope[:, first] * slope[:, second]
+        variance = (products * squares).sum(axis=1) - float(sign.sum()) ** 2
+        spread = np.sqrt(np.maximum(variance, 1e-12) / documents)
+        rounds.append((np.log(means) @ sign) / spread)
+    return np.array(rounds)
 
 
 def quantiles_of(rounds: Floats) -> Floats:
