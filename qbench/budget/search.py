@@ -95,7 +95,7 @@ def search(
         },
         "floor": costs.floor,
         "curve": [[round(costs.bits_per_weight(chosen), 4), costs.sum_of(chosen)]
-                  for chosen in (solve(costs, each) for each in CURVE if each >= least)],
+                  for chosen in (solve(costs, each) for each in CURVE if each > 1.01 * least)],
         "uniform": [{"label": label, "bits": costs.bits_per_weight(costs.uniform(*pair)),
                      "kl": kl[label]} for pair, label in labels.items()],
         "mixes": [
@@ -230,9 +230,8 @@ def draw(results: Mapping[str, Any]) -> Figure:
         image = axes.imshow(grid, cmap=ListedColormap(WIDTHS), norm=norm, interpolation="nearest")
         axes.set_yticks(range(len(rows)), list(rows), fontsize=6)
         axes.set_title(f"{mix['label']}: width of each layer{''.join(alone)}")
-    if charts:
-        charts[-1][0].set_xlabel("decoder layer")
-        bar = figure.colorbar(image, ax=[axes for (axes,) in charts], spacing="uniform", aspect=40,
-                              ticks=[2.5, 3.5, 5, 8, 13.5])  # fmt: skip
-        bar.ax.set_yticklabels(["2 bits", "3", "4", "8", "16"])
+    charts[-1][0].set_xlabel("decoder layer")
+    bar = figure.colorbar(image, ax=[axes for (axes,) in charts], spacing="uniform", aspect=40,
+                          ticks=[2.5, 3.5, 5, 8, 13.5])  # fmt: skip
+    bar.ax.set_yticklabels(["2 bits", "3", "4", "8", "16"])
     return figure
