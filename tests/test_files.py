@@ -1,4 +1,4 @@
-"""Files: written whole, through links, refused before work; what dead processes left is removed."""
+"""Files: written whole, refused before work; digests of large ones are kept by their identity."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A quantizer and a normalizer, each in one file outside the package, through a whole run."""
+"""A quantizer and a normalizer, each in one file, through a run; files that cannot be loaded."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What a recipe may say, and the one line that a user gets for what it may not."""
+"""What a recipe may say, groups of checkpoints, and the line that a user gets for the rest."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Every field of a flash-linear-attention config is used, without effect, or refused by name."""
+"""flash-linear-attention's models: each field of a config counts or is refused; the logits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights into stock transformers models."""
+"""Weights into stock transformers models; those that see later tokens are refused."""
 
 import json
 
