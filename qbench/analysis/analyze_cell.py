@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qbench.analysis.analyze_run import AnalysisResult
 from qbench.analysis.analyzed_text import AnalysisSettings
 from qbench.analysis.attention_weights import attention_maps, choose
 from qbench.analysis.measure import measure
-from qbench.analysis.result import AnalysisResult
 from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.cell import as_measured, free, load, load_original, quantized
 from qbench.errors import DataError, UnavailableError

@@ -6,15 +6,15 @@ Imports no torch before a cell is analyzed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock
 
 from qbench.analysis.analyzed_text import AnalysisSettings
-from qbench.analysis.result import AnalysisResult
+from qbench.cell_result import CellResult
 from qbench.errors import RecipeError, shown
 from qbench.files import content_key, digest_of
 from qbench.machine import attempt
@@ -113,6 +113,30 @@ def put_sensitivity_grid(out: Analyses[Sensitivity], cells: Sequence[Cell], name
 
 def _place(cell: Cell) -> CellKey:
     return CellKey(checkpoint=cell.checkpoint_name, quantizer=cell.label, key=cell.key)
+
+
+@dataclass(kw_only=True, slots=True)
+class AnalysisResult(CellResult):
+    """What an analysis has measured so far; it is kept if the analysis fails."""
+
+    analyses: Analyses
+    settings: AnalysisSettings
+    contents: dict[str, Any] = field(default_factory=dict)  # fields of the record, as measured
+
+    def put(
+        self, status: Literal["ok", "unfinished", "failed"], error: str | None
+    ) -> Analysis | Sensitivity:
+        """Save the record unless it would replace a good one by a failed one; return the record."""
+        kind = self.analyses.kind
+        fields = self.common_fields(error) | self.contents | {"status": status}
+        if kind is Sensitivity:
+            del fields["attention"]
+            fields["unit"] = "block" if self.settings.blocks else "linear"
+        record = kind(**fields)
+        earlier = self.analyses.get_valid(record)
+        if status == "ok" or earlier is None or earlier.status != "ok":
+            self.analyses.put(record)
+        return record
 
 
 def analyze_if_needed(
