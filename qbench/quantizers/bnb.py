@@ -181,12 +181,9 @@ def unpack(module: nn.Module, settings: Bnb4 | Bnb8) -> PackedWeight | None:
     tensors = {"weight": module.weight.data, "absmax": state.absmax}
     if state.nested:
         tensors |= {"absmax2": state.state2.absmax, "offset": state.offset.reshape(1)}
-    return PackedWeight(tensors=tensors, dequantize=lambda: decode(module), groups=_blocks_of)
 
+    def blocks(weight: Tensor) -> Tensor:
+        flat = weight.reshape(-1)  # filled up with a value of the matrix, so that no level is added
+        return torch.cat([flat, flat[-1:].expand(-flat.numel() % BLOCK)]).view(-1, BLOCK)
 
-def _blocks_of(weight: Tensor) -> Tensor:
-    flat = weight.reshape(-1)
-    padding = -flat.numel() % BLOCK
-    if padding:  # with a value of the matrix, so that no level is added
-        flat = torch.cat([flat, flat[-1:].expand(padding)])
-    return flat.view(-1, BLOCK)
+    return PackedWeight(tensors=tensors, dequantize=lambda: decode(module), groups=blocks)

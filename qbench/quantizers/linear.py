@@ -232,7 +232,9 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
         embedding = isinstance(module, nn.Embedding) or "Norm" in type(module).__name__
         for part, weight in module.named_parameters(recurse=False):
             linear = part == "weight" and is_linear(module)
-            if id(weight) in seen or embedding or not (linear or _is_matrix(part, weight)):
+            long = sum(size > 1 for size in weight.shape)
+            matrix = weight.is_floating_point() and long >= 2 and "bias" not in part
+            if id(weight) in seen or embedding or not (linear or matrix):
                 continue
             seen.add(id(weight))
             name = path if part == "weight" else f"{path}.{part}"
@@ -244,12 +246,6 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
                 holder=KEPT if linear and path in kept else type(module).__name__,
             )
     return result
-
-
-def end_matrices(model: nn.Module, chosen: WeightSettings | None) -> dict[str, Matrix]:
-    """Return the matrices of the ``named_ends``, by name."""
-    return {name: Matrix(name=name, weight=layer.weight, linear=True)
-            for name, layer in named_ends(model, chosen).items()}  # fmt: skip
 
 
 def others(model: nn.Module) -> dict[str, Tensor]:
@@ -315,11 +311,6 @@ def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     device = next(iter(scalars.values())).device
     stacked = torch.stack([scalar.to(device, torch.float64) for scalar in scalars.values()])
     return dict(zip(scalars, stacked.tolist(), strict=True))
-
-
-def _is_matrix(part: str, weight: Tensor) -> bool:
-    long = sum(size > 1 for size in weight.shape)
-    return weight.is_floating_point() and long >= 2 and "bias" not in part
 
 
 # Experts that are kept as one parameter

@@ -33,7 +33,7 @@ from qbench.quantizers.audit.weights import (
     recorded_dtypes,
 )
 from qbench.quantizers.config import QuantizationConfig
-from qbench.quantizers.linear import end_matrices, matrices, not_finite, others
+from qbench.quantizers.linear import Matrix, matrices, named_ends, not_finite, others
 from qbench.quantizers.quantize import TRANSFORM, backend, evidence_of
 from qbench.quantizers.stored_bits import stored_size
 from qbench.records import Audit, BatchDependence
@@ -255,7 +255,10 @@ def audit(
     if runs and config.kv_cache is not None:
         fields["kv_cache"], failures = measure_kv(quantized, config, probe)
         problems += failures
-    originals |= end_matrices(original, config.weights)
+    originals |= {
+        name: Matrix(name=name, weight=layer.weight, linear=True)
+        for name, layer in named_ends(original, config.weights).items()
+    }
     with weights_alone(quantized):
         weights, failures = measure_weights(
             original, originals, quantized, config, probe, dtypes, progress
