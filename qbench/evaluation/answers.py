@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -168,34 +169,26 @@ def _ask(
         if settings.chat and settings.chat.system_instruction and messages[0]["role"] != "system":
             system = {"role": "system", "content": settings.chat.system_instruction}
             messages = [system, *messages]
-        text, ids = _render(tokenizer, messages, settings, scorer.hflm.prefix_token_id, document)
+        if tokenizer.chat_template:
+            try:
+                text = tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # whatever a template raises
+                raise EvaluationError(
+                    f"{ANSWERS}: the chat template cannot render prompt {document}: "
+                    f"{first_line(error)}"
+                ) from error
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:  # the messages' texts, to be continued
+            text = "\n\n".join(message["content"] for message in messages)
+            prefix_id = scorer.hflm.prefix_token_id
+            (ids,) = encode_texts(tokenizer, [text], add_bos=settings.add_bos, prefix_id=prefix_id)
         prompts += [
             AnswerPrompt(document=document, sample=sample, text=text, ids=ids, target=target)
             for sample in range(task.answers.samples)
         ]
     return prompts
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
-    settings: ScoringSettings,
-    prefix_id: int,
-    document: int,
-) -> tuple[str, list[int]]:
-    """Return the text and the tokens of a prompt: through the chat template, or, without one, the
-    messages' texts to be continued."""
-    if not tokenizer.chat_template:
-        text = "\n\n".join(message["content"] for message in messages)
-        (ids,) = encode_texts(tokenizer, [text], add_bos=settings.add_bos, prefix_id=prefix_id)
-        return text, ids
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # whatever a template raises
-        raise EvaluationError(
-            f"{ANSWERS}: the chat template cannot render prompt {document}: {first_line(error)}"
-        ) from error
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def read_answers(
@@ -235,7 +228,8 @@ def _scored(
         if prompt.target:
             metrics = {"exact_match": float(_plain(text) == _plain(prompt.target)), **metrics}
         if trajectories is not None:
-            metrics["agreed_tokens"] = float(_common(tokens, trajectories[index]))
+            both = [tokens, trajectories[index]]
+            metrics["agreed_tokens"] = float(len(commonprefix(both)))  # noqa: RUF071  of lists
         for metric, value in metrics.items():
             values[metric, prompt.document].append(value)
     outcomes = []
@@ -281,12 +275,6 @@ def _scores(outcomes: pd.DataFrame, label: str) -> tuple[Score, ...]:
         for metric, (higher, aggregation) in METRICS.items()
         if len(column := outcomes["value"][outcomes["metric"] == metric])
     )
-
-
-def _common(tokens: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens the two begin with in common."""
-    pairs = zip(tokens, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other)))
 
 
 def _plain(text: str) -> str:
