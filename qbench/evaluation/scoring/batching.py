@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -248,7 +248,7 @@ class BatchPlan:
 @dataclass(frozen=True, slots=True)
 class Group:
     """Requests with the same model input; ``longest`` scores the most tokens of it.
-    ``request_indices`` are indexes in the list that was grouped.
+    ``request_indices`` are indexes in the list of all requests.
     """
 
     longest: Request
@@ -277,36 +277,40 @@ class Padding:
         """Return padded batches in HFLM's order: requests are sorted all together, rolling windows
         a batch of input order at a time.
         """
-        if not windows or self.batch_tokens is not None:
-            return list(self._batches(requests, range(len(requests)), self.batch_size))
-        size, count = self.window_batch_size, len(requests)
-        return [
-            batch
-            for first in range(0, count, size)
-            for batch in self._batches(requests, range(first, min(first + size, count)), size)
-        ]
+        size, count, batches = self.batch_size, len(requests), list[PaddedBatch]()
+        parts = [range(count)]
+        if windows and self.batch_tokens is None:
+            size = self.window_batch_size
+            parts = [range(first, min(first + size, count)) for first in range(0, count, size)]
 
-    def _batches(
-        self, requests: Sequence[Request], chosen: Sequence[int], size: int
-    ) -> Iterator[PaddedBatch]:
-        for _, alike in itertools.groupby(group(requests, chosen), self._angles):
-            groups = list(alike)
-            while groups:
-                length = self._length(groups[0])  # the longest come first
-                if self.batch_tokens is not None:
-                    size = max(1, self.batch_tokens // length)
-                yield PaddedBatch(groups[:size], length, self)
-                del groups[:size]
+        def length_of(group: Group) -> int:
+            return min(self.max_length, len(group.longest.tokens) - 1)
 
-    def _length(self, group: Group) -> int:
-        return min(self.max_length, len(group.longest.tokens) - 1)
+        def angles(group: Group) -> int:
+            """Return a number that is the same for inputs that may share a batch."""
+            length = length_of(group)
+            if self.rope_limit is None or length <= self.rope_limit:
+                return 0
+            return length if self.one_length else 1
 
-    def _angles(self, group: Group) -> int:
-        """Return a number that is the same for inputs that may share a batch."""
-        length = self._length(group)
-        if self.rope_limit is None or length <= self.rope_limit:
-            return 0
-        return length if self.one_length else 1
+        for part in parts:
+            by_input: dict[tuple[int, ...], list[int]] = {}
+            for i in part:
+                by_input.setdefault(tuple(requests[i].tokens[:-1]), []).append(i)
+            groups = [
+                Group(max((requests[i] for i in indexes), key=lambda r: r.scored), indexes)
+                for indexes in by_input.values()
+            ]
+            groups.sort(key=lambda g: (-len(g.longest.tokens), g.longest.tokens))
+            for _, alike in itertools.groupby(groups, angles):
+                left = list(alike)
+                while left:
+                    length = length_of(left[0])  # the longest come first
+                    if self.batch_tokens is not None:
+                        size = max(1, self.batch_tokens // length)
+                    batches.append(PaddedBatch(left[:size], length, self))
+                    del left[:size]
+        return batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,21 +353,6 @@ def _scored_by(
         "request_indices": np.asarray(members),
         "counts": np.asarray([request.scored for request in scored]),
     }
-
-
-def group(requests: Sequence[Request], chosen: Sequence[int]) -> list[Group]:
-    """Return one group per distinct input of the ``chosen`` requests, longest first, as HFLM orders
-    them.
-    """
-    by_input: dict[tuple[int, ...], list[int]] = {}
-    for i in chosen:
-        by_input.setdefault(tuple(requests[i].tokens[:-1]), []).append(i)
-    groups = [
-        Group(max((requests[i] for i in indexes), key=lambda r: r.scored), indexes)
-        for indexes in by_input.values()
-    ]
-    groups.sort(key=lambda g: (-len(g.longest.tokens), g.longest.tokens))
-    return groups
 
 
 LEAST = 4  # tokens of a context that is shared
