@@ -62,8 +62,8 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
             huggingface_hub.HfApi().auth_check(dataset, repo_type="dataset")
     except Exception as error:
         names = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
-        if UNREACHABLE & names and (copies := prepared_copies(dataset, name)):
-            return copies[-1].name
+        if UNREACHABLE & names and (commit := _cached_commit(dataset, name)):
+            return commit
         raise DataError(f"the hub did not give the data set {dataset}: {reason(error)}") from error
     assert about.sha is not None, "the hub gives a commit for each repository"
     return about.sha
@@ -81,15 +81,14 @@ def reason(error: BaseException) -> str:
     return f"{type(cause).__name__}: {first_line(cause)}"
 
 
-def prepared_copies(dataset: str, name: str | None, commit: str = "*") -> list[Path]:
-    """Return the folders in the cache of ``datasets`` with a copy of configuration ``name`` at
-    ``commit``, newest last; they are named by configuration, version and commit."""
+def _cached_commit(dataset: str, name: str | None) -> str | None:
+    """Return the commit of the newest copy in the cache of ``datasets``, whose folders are named by
+    configuration, version and commit; None if there is none."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets")
-    folder = cache / dataset.replace("/", "___")
-    copies = folder.glob(f"{name or 'default'}*/*/{commit}")
+    copies = (cache / dataset.replace("/", "___")).glob(f"{name or 'default'}*/*/*")
     complete = [path for path in copies if COMMIT.match(path.name)]
-    return sorted(complete, key=lambda path: path.stat().st_mtime)
+    return max(complete, key=lambda path: path.stat().st_mtime).name if complete else None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
