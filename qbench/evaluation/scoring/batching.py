@@ -476,27 +476,21 @@ def prefix_groups(
         by_context.setdefault(tuple(shared), []).append(i)
     groups = []
     for context, request_indices in by_context.items():
-        part: list[int] = []
-        tokens = len(context)
+        parts, tokens = [list[int]()], len(context)
         for i in request_indices:
             more = len(requests[i].tokens) - len(context)
-            if part and tokens + more > batch_tokens:
-                groups.append(_prefix_group(requests, part, max_length))
-                part, tokens = [], len(context)
-            part.append(i)
+            if parts[-1] and tokens + more > batch_tokens:
+                parts.append([])
+                tokens = len(context)
+            parts[-1].append(i)
             tokens += more
-        groups.append(_prefix_group(requests, part, max_length))
+        for part in parts:
+            inputs = [requests[i].inputs(max_length) for i in part]
+            prefix = list(os.path.commonprefix(inputs))  # noqa: RUF071  of lists, not of paths
+            suffixes: dict[tuple[int, ...], int] = {}
+            members = []
+            for i, ids in zip(part, inputs, strict=True):
+                rest = tuple(ids[len(prefix) :])
+                members.append((i, suffixes.setdefault(rest, len(suffixes)) if rest else -1))
+            groups.append(PrefixGroup(prefix, [list(suffix) for suffix in suffixes], members))
     return groups
-
-
-def _prefix_group(
-    requests: Sequence[Request], request_indices: list[int], max_length: int
-) -> PrefixGroup:
-    inputs = [requests[i].inputs(max_length) for i in request_indices]
-    prefix = list(os.path.commonprefix(inputs))  # noqa: RUF071  of lists, not of paths
-    suffixes: dict[tuple[int, ...], int] = {}
-    suffix_indexes = []
-    for i, ids in zip(request_indices, inputs, strict=True):
-        rest = tuple(ids[len(prefix) :])
-        suffix_indexes.append((i, suffixes.setdefault(rest, len(suffixes)) if rest else -1))
-    return PrefixGroup(prefix, [list(suffix) for suffix in suffixes], suffix_indexes)

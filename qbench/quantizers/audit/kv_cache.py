@@ -8,7 +8,6 @@ over these keys and values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,33 @@ def measure_kv(
     problems += returned.values()
     if not modules:
         return None, problems or ["the KV cache should be quantized, but no attention has one"]
-    return _summary(modules, traces, installed, quantized), problems
+    # Over all modules, with the memory of a sequence as long as the context
+    tokens = context or next(iter(traces.values())).key.shape[2]
+    stored = values = 0.0
+    error, size = [0.0, 0.0], [0.0, 0.0]
+    for module in modules:
+        trace, sinks = traces[module.name], installed[module.name].sink_tokens
+        older = max(0, tokens - sinks)
+        for i, (x, relative) in enumerate(
+            ((trace.key, module.key_error), (trace.value, module.value_error))
+        ):
+            width = x.shape[1] * x.shape[3]
+            stored += width * (older * module.bits_per_value + (tokens - older) * FULL_BITS)
+            values += width * tokens
+            norm = float(x.float().square().sum())
+            error[i] += norm * relative**2
+            size[i] += norm
+    return KVAudit(
+        levels=max(module.levels for module in modules),
+        clipped=max(module.clipped for module in modules),
+        key_error=math.sqrt(error[0] / size[0]) if size[0] else 0.0,
+        value_error=math.sqrt(error[1] / size[1]) if size[1] else 0.0,
+        tokens=tokens,
+        bits_per_value=stored / values,
+        bytes_per_token=stored / tokens / 8,
+        unquantized_bytes_per_token=values / tokens * FULL_BITS / 8,
+        modules=tuple(modules),
+    ), problems
 
 
 def wrong_output(call: Call) -> str | None:
@@ -141,40 +166,3 @@ def _module(
         clipped=max(rounding.clipped / max(1, rounding.count) for rounding in measured),
         bits_per_value=bits + scales * 16 / values,
     ), problems
-
-
-def _summary(
-    modules: list[KVModuleAudit],
-    traces: Mapping[str, KVTrace],
-    installed: Mapping[str, KVFakeQuant],
-    model: nn.Module,
-) -> KVAudit:
-    """Return the measurements over all ``modules``, with the memory of a sequence as long as the
-    context."""
-    any_read = next(iter(traces.values()))
-    tokens = context_length(model.config.to_dict()) or any_read.key.shape[2]
-    stored = values = 0.0
-    error, size = [0.0, 0.0], [0.0, 0.0]
-    for module in modules:
-        read, sinks = traces[module.name], installed[module.name].sink_tokens
-        older = max(0, tokens - sinks)
-        for i, (x, relative) in enumerate(
-            ((read.key, module.key_error), (read.value, module.value_error))
-        ):
-            width = x.shape[1] * x.shape[3]
-            stored += width * (older * module.bits_per_value + (tokens - older) * FULL_BITS)
-            values += width * tokens
-            norm = float(x.float().square().sum())
-            error[i] += norm * relative**2
-            size[i] += norm
-    return KVAudit(
-        levels=max(module.levels for module in modules),
-        clipped=max(module.clipped for module in modules),
-        key_error=math.sqrt(error[0] / size[0]) if size[0] else 0.0,
-        value_error=math.sqrt(error[1] / size[1]) if size[1] else 0.0,
-        tokens=tokens,
-        bits_per_value=stored / values,
-        bytes_per_token=stored / tokens / 8,
-        unquantized_bytes_per_token=values / tokens * FULL_BITS / 8,
-        modules=tuple(modules),
-    )
