@@ -140,7 +140,7 @@ class TemplateTask(ConfigurableTask):
 
     def _function(self, name: str, override: Any, read: Callable[[str], Any]) -> Any:
         """Return a function that renders a compiled template and reads the result as lm-eval does;
-        what is ``stated`` if it is no template.
+        ``override`` if it is no template.
         """
         template = getattr(self.config, name) if override is None else override
         if self.prompt is not None or not isinstance(template, str) or template in self.features:

@@ -150,8 +150,9 @@ def kept_weight(
     module: nn.Module, stored: Sequence[Tensor], dequantize: Callable[[], Tensor]
 ) -> Tensor:
     """Return ``dequantize()``, or the result of the last call if no ``stored`` tensor was changed
-    since and there is memory for it, see ``_has_room``: dequantizing takes several times as long as
-    multiplying on a CPU, and up to forty launches per layer and batch on a GPU."""
+    since and there is memory for it (``FREE_GIB`` of a host's are left, or half of a GPU's):
+    dequantizing takes several times as long as multiplying on a CPU, and up to forty launches per
+    layer and batch on a GPU."""
     # an inference tensor has no version, and PyTorch refuses to change it
     now = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in stored]
     weight, before = getattr(module, KEPT_WEIGHT, (None, ()))
@@ -161,19 +162,15 @@ def kept_weight(
     )
     if not same:
         weight = dequantize()
-        kept = (weight, now) if _has_room(weight.device) else (None, ())
-        setattr(module, KEPT_WEIGHT, kept)
+        if weight.device.type != "cuda":
+            room = memory_gib("cpu") > FREE_GIB
+        else:  # while a graph is captured, the weight lies in the graph's memory
+            device = weight.device
+            room = not torch.cuda.is_current_stream_capturing() and (
+                free_gpu_bytes(device) > torch.cuda.mem_get_info(device)[1] / 2
+            )
+        setattr(module, KEPT_WEIGHT, (weight, now) if room else (None, ()))
     return weight
-
-
-def _has_room(device: torch.device) -> bool:
-    """Return whether dequantized weights may be kept: ``FREE_GIB`` of a host's memory are left, or
-    half of a GPU's."""
-    if device.type != "cuda":
-        return memory_gib("cpu") > FREE_GIB
-    if torch.cuda.is_current_stream_capturing():  # the weight lies in the graph's memory
-        return False
-    return free_gpu_bytes(device) > torch.cuda.mem_get_info(device)[1] / 2
 
 
 class DequantizedLinear(nn.Module):
