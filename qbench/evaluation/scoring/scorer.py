@@ -18,7 +18,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -96,19 +95,6 @@ def pinned_hflm(model: torch.nn.Module, tokenizer: Any, settings: ScoringSetting
         logger.setLevel(level)
 
 
-@contextmanager
-def _errors_named(what: str) -> Iterator[None]:
-    """Give a reason to errors of HFLM that have none, such as an IndexError for an empty choice."""
-    try:
-        yield
-    except (AssertionError, LookupError, TypeError, ValueError) as error:
-        raise EvaluationError(
-            f"lm-eval's HFLM stopped at the {what} ({type(error).__name__}: {first_line(error)}); "
-            "a request may have an empty context or continuation, or more tokens than "
-            "evaluation.max_length: scoring: exact says which"
-        ) from error
-
-
 class HFLMScorer(LM):
     """An lm-eval language model that scores by HFLM itself."""
 
@@ -122,17 +108,28 @@ class HFLMScorer(LM):
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        with _errors_named("log-likelihoods"):
-            return self.hflm.loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return self._asked("log-likelihoods", self.hflm.loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         self._rolling |= {request.task_name: None for request in requests}
         self.hflm.batch_size_per_gpu = self.settings.window_batch_size
         try:
-            with _errors_named("rolling log-likelihoods"):
-                return self.hflm.loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+            score = self.hflm.loglikelihood_rolling
+            return self._asked("rolling log-likelihoods", score, requests)
         finally:
             self.hflm.batch_size_per_gpu = self.settings.batch_size
+
+    def _asked(self, what: str, score: Callable[..., list[Any]], requests: list[Any]) -> list[Any]:
+        """Return HFLM's scores, and give a reason to those of its errors that have none, such as an
+        IndexError for an empty choice."""
+        try:
+            return score(requests, disable_tqdm=True)
+        except (AssertionError, LookupError, TypeError, ValueError) as error:
+            raise EvaluationError(
+                f"lm-eval's HFLM stopped at the {what} ({type(error).__name__}: "
+                f"{first_line(error)}); a request may have an empty context or continuation, or "
+                "more tokens than evaluation.max_length: scoring: exact says which"
+            ) from error
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return generate_by_hflm(self.hflm, requests, Counts())
