@@ -7,7 +7,6 @@ chance. Slow to import (scipy).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -22,7 +21,6 @@ from qbench.statistics import (
     Interval,
     Missing,
     Panel,
-    SeedEffect,
     adjust,
     drawing_error,
     effects,
@@ -120,7 +118,7 @@ def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
     """Return a row over seeds for each of the comparison's that all groups have; ``columns`` as
     ``columns_by_task`` gives them."""
     groups = comparison.grid.replicates
-    answers: dict[EffectKey, SeedEffect | Missing] = {}
+    answers: dict[EffectKey, Effect | Missing] = {}
     means: dict[int, dict[str, float]] = defaultdict(dict)
     asked = _by_metric(comparison, columns, groups) if groups else {}
     for (task, _, aggregation), contrasts in asked.items():
@@ -129,7 +127,7 @@ def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
             panel = Panel.of({name: columns[task][name] for name in names})
             answer = over_seeds(panel, trainings, aggregation)
             answers[index, contrast, group] = answer
-            if contrast == "scores" and isinstance(answer, SeedEffect):
+            if contrast == "scores" and isinstance(answer, Effect):
                 means[index][group] = mean_score(panel, list(names), aggregation)
     by_row = _by_row(comparison, answers)
     return tuple(
@@ -154,28 +152,24 @@ def _by_metric(
 
 
 def _by_row(
-    comparison: Comparison, effects: Mapping[EffectKey, Effect | SeedEffect | Missing]
+    comparison: Comparison, effects: Mapping[EffectKey, Effect | Missing]
 ) -> Mapping[int, Mapping[str, dict]]:
     """Return the answers by row and contrast, p-values adjusted over the folder within each; those
     of the task ``ANSWERS`` by themselves."""
     answers: dict[int, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
+    families: dict[tuple[str, bool], list[EffectKey]] = defaultdict(list)
     for (index, contrast, group), answer in effects.items():
+        row = comparison.lines[index]
         if isinstance(answer, Missing):
             answers[index]["missing"][contrast, group] = answer
-        else:
-            answers[index][contrast][group] = answer
-    for contrast, of_answers in itertools.product(TESTED, (False, True)):
-        family = [
-            name
-            for name, answer in effects.items()
-            if name[1] == contrast
-            and (comparison.lines[name[0]].task == ANSWERS) == of_answers
-            and not isinstance(answer, Missing)
-            and not comparison.redundant(comparison.lines[name[0]])
-            and not _guessed(comparison, *name)
-        ]
+            continue
+        answers[index][contrast][group] = answer
+        guessed = _guessed(comparison, index, contrast, group)
+        if contrast in TESTED and not comparison.redundant(row) and not guessed:
+            families[contrast, row.task == ANSWERS].append((index, contrast, group))
+    for family in families.values():
         adjusted = adjust([effects[name] for name in family])
-        for (index, _, group), answer in zip(family, adjusted, strict=True):
+        for (index, contrast, group), answer in zip(family, adjusted, strict=True):
             answers[index][contrast][group] = answer
     return answers
 

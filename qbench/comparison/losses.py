@@ -25,7 +25,6 @@ from qbench.statistics import (
     Effect,
     Missing,
     Panel,
-    SeedEffect,
     adjust,
     effects,
     over_seeds,
@@ -148,7 +147,7 @@ def _losses(
 def _against(
     members: Sequence[str], base: Sequence[str], names: Sequence[str],
     terms: Mapping[str, Signs], columns: Columns, aggregation: str,
-) -> Effect | SeedEffect | Missing:  # fmt: skip
+) -> Effect | Missing:  # fmt: skip
     """Return what ``members`` lose more than ``base``, mean over the quantizers ``names``."""
 
     def signs(member: str, sign: float) -> list[tuple[Signs, float]]:

@@ -30,7 +30,7 @@ from qbench.text import one_line
 
 if TYPE_CHECKING:
     from qbench.comparison.answers import AnswerDamage
-    from qbench.statistics import Effect, Interval, Missing, SeedEffect
+    from qbench.statistics import Effect, Interval, Missing
 
 
 ABSENT = "(absent)"
@@ -135,9 +135,8 @@ class Row:
     ``against`` maps it to what it loses more than at the precision ``Comparison.against``.
     ``missing`` says why a contrast (one of ``TESTED``) of a checkpoint has no interval.
 
-    A row over seeds has a group of trainings in place of a checkpoint, and effects of type
-    ``statistics.SeedEffect``. ``means`` are those of the trainings' scores; ``scores`` has the
-    interval of a group's mean, on the scale that is compared.
+    A row over seeds has a group of trainings in place of a checkpoint. ``means`` are those of the
+    trainings' scores; ``scores`` has the interval of a group's mean, on the scale that is compared.
     """
 
     task: str
@@ -151,13 +150,13 @@ class Row:
     precision: Precision
     entries: tuple[RowValue, ...]
     intervals: Mapping[str, Interval] = field(default_factory=dict)
-    deltas: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
-    damages: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
-    differences: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
-    against: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
+    deltas: Mapping[str, Effect] = field(default_factory=dict)
+    damages: Mapping[str, Effect] = field(default_factory=dict)
+    differences: Mapping[str, Effect] = field(default_factory=dict)
+    against: Mapping[str, Effect] = field(default_factory=dict)
     missing: Mapping[tuple[str, str], Missing] = field(default_factory=dict)
     means: Mapping[str, float] = field(default_factory=dict)
-    scores: Mapping[str, SeedEffect] = field(default_factory=dict)
+    scores: Mapping[str, Effect] = field(default_factory=dict)
 
     @property
     def quantized(self) -> bool:
@@ -181,7 +180,7 @@ class Row:
     def entry(self, checkpoint: str) -> RowValue:
         return next(entry for entry in self.entries if entry.checkpoint == checkpoint)
 
-    def effect(self, contrast: str, group: str) -> Effect | SeedEffect | Missing | None:
+    def effect(self, contrast: str, group: str) -> Effect | Missing | None:
         """Return the effect of a checkpoint or group, or why it has none; None if it is not
         asked."""
         return getattr(self, contrast).get(group) or self.missing.get((contrast, group))
@@ -211,8 +210,8 @@ class Losses:
     means: Mapping[str, float] = field(default_factory=dict)
     cells: Mapping[str, Effect | Missing] = field(default_factory=dict)
     pairs: Mapping[tuple[str, str, str], Effect] = field(default_factory=dict)
-    contrasts: Mapping[tuple[str, str], Effect | SeedEffect | Missing] = field(default_factory=dict)
-    overall: Mapping[str, Effect | SeedEffect | Missing] = field(default_factory=dict)
+    contrasts: Mapping[tuple[str, str], Effect | Missing] = field(default_factory=dict)
+    overall: Mapping[str, Effect | Missing] = field(default_factory=dict)
 
     @property
     def is_kl(self) -> bool:

@@ -17,7 +17,7 @@ from qbench.statistics import Missing, at_level, documents_for_margin
 from qbench.text import NO_VALUE
 
 if TYPE_CHECKING:
-    from qbench.statistics import Effect, SeedEffect
+    from qbench.statistics import Effect
 
 MARGIN_KL = 0.05  # nats per token: a KL divergence that most uses do not notice
 MARGIN_POINTS = 0.01  # a loss of accuracy that most uses do not notice
@@ -271,13 +271,13 @@ def _two_models(comparison: Comparison, losses: Losses, group: str) -> str:
     return text if overall.significant else f"{text} {_excluded(losses, overall)}"
 
 
-def _excluded(losses: Losses, answer: Effect | SeedEffect) -> str:
+def _excluded(losses: Losses, answer: Effect) -> str:
     """Say which size of an effect that is not significant is excluded, and how many documents
     would show that it stays within the margin."""
     bound = value_text(losses.kind, answer.bounds[1], percent=losses.percent)
     margin = MARGIN_KL_RATIO if losses.is_kl else margin_of(losses)
     text = f"At most it is {bound.lstrip('+')} (95 %)"
-    needed = None if hasattr(answer, "seeds") else documents_for_margin(answer, margin)
+    needed = None if answer.seeds else documents_for_margin(answer, margin)
     if needed and needed > answer.documents:
         limit = value_text(losses.kind, margin, percent=losses.percent).lstrip("+")
         text += f"; {needed:,} documents would show at most {limit}"
@@ -308,7 +308,7 @@ def _scores(comparison: Comparison) -> Iterator[str]:
         yield f"{text} ({HOLM}). {_power(tested)}".rstrip()
 
 
-def _power(tested: Sequence[tuple[Row, Effect | SeedEffect]]) -> str:
+def _power(tested: Sequence[tuple[Row, Effect]]) -> str:
     """Say which losses of accuracy would have been seen, which are excluded, and how many
     documents would show that a loss stays within a point."""
     points = [each for row, each in tested if row.percent]
@@ -332,15 +332,13 @@ def _power(tested: Sequence[tuple[Row, Effect | SeedEffect]]) -> str:
         f" Losses that are not significant are at most {100 * max(bounds):.1f} points (95 % for "
         "all together)"
     )
-    needed = None if hasattr(worst, "seeds") else documents_for_margin(worst, MARGIN_POINTS)
+    needed = None if worst.seeds else documents_for_margin(worst, MARGIN_POINTS)
     if needed and needed > worst.documents:
         text += f"; {needed:,} documents would show at most 1 point"
     return f"{text}."
 
 
-def _effects(
-    comparison: Comparison, contrast: str, group: str
-) -> Iterator[tuple[Row, Effect | SeedEffect]]:
+def _effects(comparison: Comparison, contrast: str, group: str) -> Iterator[tuple[Row, Effect]]:
     for row in comparison.seeds or comparison.lines:
         answer = getattr(row, contrast).get(group) if row.task != ANSWERS else None
         if answer is not None and not comparison.redundant(row):

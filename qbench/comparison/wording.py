@@ -12,9 +12,9 @@ from qbench.text import NO_VALUE, metric_title, number, ratio
 if TYPE_CHECKING:
     from qbench.comparison.rows import Comparison
     from qbench.records import GroupScore, Score
-    from qbench.statistics import Effect, Missing, SeedEffect
+    from qbench.statistics import Effect, Missing
 
-    AnEffect = Effect | SeedEffect | Missing | None
+    AnEffect = Effect | Missing | None
 
 
 TIMES = "×"
@@ -78,11 +78,11 @@ def each_text(effect: AnEffect, *, percent: bool) -> str:
     )
 
 
-def _sign(effect: Effect | SeedEffect | Missing) -> str:
+def _sign(effect: Effect | Missing) -> str:
     return f"{TIMES} " if effect.kind == "log ratio" else ""
 
 
-def _value(effect: Effect | SeedEffect | Missing, value: float, *, percent: bool) -> str:
+def _value(effect: Effect | Missing, value: float, *, percent: bool) -> str:
     """Return an effect's value; a ratio with three decimals, or with as many as show two digits
     of its logarithm's standard error, up to six."""
     if effect.kind != "log ratio":
@@ -113,8 +113,8 @@ def share_text(effect: AnEffect) -> str:
     return NO_VALUE if share is None else f"{100 * share:.0f} %"
 
 
-def mostly_seeds(effect: Effect | SeedEffect) -> bool:
-    return getattr(effect, "of_seeds", 0.0) > 0.5
+def mostly_seeds(effect: Effect) -> bool:
+    return (effect.of_seeds or 0) > 0.5
 
 
 def order_note(comparison: Comparison) -> str:

@@ -43,8 +43,8 @@ from qbench.statistics import (
     documents_needed,
     drawing_error,
     effects,
+    mean_score,
     samples_needed,
-    value,
 )
 from qbench.statistics.effect import DRAWN_ERRORS
 from qbench.statistics.panel import with_shared_documents
@@ -239,7 +239,7 @@ def _change(
     panel = Panel.of(dict(zip(("new", "old"), columns, strict=True)))
     paired = score.aggregation in TESTABLE and panel.documents
     old, new = (
-        value(panel, side, score.aggregation) if paired else results.scores[name].value
+        mean_score(panel, [side], score.aggregation) if paired else results.scores[name].value
         for side, results in (("old", before), ("new", after))
     )
     return Change(

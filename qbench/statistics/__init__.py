@@ -20,10 +20,9 @@ from qbench.statistics.effect import (
     effects,
     own_interval,
     samples_needed,
-    value,
 )
 from qbench.statistics.panel import KL_MEAN, LOG_MEAN, Column, Panel, joined
-from qbench.statistics.seeds import SeedEffect, mean_score, over_seeds
+from qbench.statistics.seeds import mean_score, over_seeds
 
 __all__ = [
     "KL_MEAN",
@@ -35,7 +34,6 @@ __all__ = [
     "Missing",
     "Panel",
     "Regression",
-    "SeedEffect",
     "adjust",
     "at_level",
     "documents_for_margin",
@@ -48,5 +46,4 @@ __all__ = [
     "over_seeds",
     "own_interval",
     "samples_needed",
-    "value",
 ]

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +78,7 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tested:
+class Effect:
     """Hold a contrast of scores with its interval, on the one scale on which it is tested.
 
     ``kind`` says what ``interval`` is of: a ``difference`` in the units of the score, or, for
@@ -90,6 +90,9 @@ class Tested:
     ``detectable`` is the size that is found with 80 % power at the level that the mark needs beside
     the other tests of its ``family`` (its number of tests); ``adjust`` sets them and ``p_holm``.
     ``bounds`` are the one-sided 95 % bounds. ``method`` has the contrast at ``place``.
+
+    Over several trainings it is the mean of their contrasts, ``each``, by group where they are not
+    pairs; ``of_seeds`` is the share of the mean's variance that comes from the seeds, from 0 to 1.
     """
 
     kind: Kind
@@ -97,10 +100,15 @@ class Tested:
     bounds: tuple[float, float]
     p: float
     documents: int
+    test: Test | None = None  # None over several trainings
     drawn: float = 0.0
     p_holm: float | None = None
     family: int = 0
     detectable: float | None = None
+    each: tuple[float, ...] = ()
+    paired: bool = False  # whether ``each`` holds contrasts of the estimate's own kind
+    of_seeds: float | None = None
+    seeds: int = 0  # trainings of the smallest group; 0: of one training
     method: Method = field(repr=False, compare=False)
     place: int = field(default=0, repr=False, compare=False)
 
@@ -118,13 +126,6 @@ class Tested:
     @property
     def mark(self) -> str:
         return "‡" if self.significant else ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Effect(Tested):
-    """Hold a contrast of scores on the same documents."""
-
-    test: Test
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,21 +309,11 @@ def own_interval(answer: Answer) -> Interval | None:
     return Interval(estimate=middle, low=low, high=high, stderr=stderr)
 
 
-def value(panel: Panel, name: object, aggregation: str) -> float:
-    """Return one column's score, as lm-eval makes it of the outcomes."""
-    index = panel.index[name]
-    ratio = panel.values[:, index].sum() / panel.weights[:, index].sum()
-    return float(as_scored(ratio, aggregation))
-
-
 def too_few_for_kl(documents: int) -> str:
     return f"{documents} documents: fewer than {FEWEST_KL} say too little of a KL mean"
 
 
-AnEffect = TypeVar("AnEffect", bound=Tested)
-
-
-def at_level(effects: Sequence[Tested], what: str, level: float | Floats) -> Floats:
+def at_level(effects: Sequence[Effect], what: str, level: float | Floats) -> Floats:
     """Return ``what`` of each effect, ``upper_at`` or ``size_at``, at a level of significance, or
     at one level each; what a method has is computed together."""
     levels, numbers = np.broadcast_to(level, len(effects)), np.zeros(len(effects))
@@ -336,7 +327,7 @@ def at_level(effects: Sequence[Tested], what: str, level: float | Floats) -> Flo
     return numbers
 
 
-def adjust(effects: Sequence[AnEffect]) -> list[AnEffect]:
+def adjust(effects: Sequence[Effect]) -> list[Effect]:
     """Return the same effects with p adjusted by Holm over all of them, and with the size that
     the mark would show: at the level that Holm leaves to a test beside those that are marked."""
     if not effects:
@@ -409,7 +400,7 @@ def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
     return max(1.0, drawn**2 / left) if left > 0 else None
 
 
-def documents_for_margin(loss: Tested, margin: float, expected: float = 0.0) -> int | None:
+def documents_for_margin(loss: Effect, margin: float, expected: float = 0.0) -> int | None:
     """Return how many documents would show that a loss stays within ``margin`` (on the scale of
     the effect) if it is as ``expected``, from the half-width of its one-sided bound. None if no
     number would."""

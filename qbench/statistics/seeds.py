@@ -20,9 +20,9 @@ from qbench.statistics.effect import (
     FEW_CHANGES,
     FEWEST_KL,
     TESTABLE,
+    Effect,
     Interval,
     Missing,
-    Tested,
     too_few_for_kl,
 )
 from qbench.statistics.intervals import (
@@ -51,24 +51,9 @@ LEAST_P = 1e-12
 LEAST_CONFIDENCE = 1e-4  # p above one less this is 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SeedEffect(Tested):
-    """Hold the mean of one contrast over trainings, with its 95 % interval over documents and
-    seeds.
-
-    ``each``: the contrast of every training, by group where they are not pairs. ``of_seeds``: the
-    share of the mean's variance that comes from the seeds, from 0 to 1.
-    """
-
-    each: tuple[float, ...]
-    paired: bool = True  # whether ``each`` holds contrasts of the estimate's own kind
-    of_seeds: float
-    seeds: int  # trainings of the smallest group
-
-
 def over_seeds(
     panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: str
-) -> SeedEffect | Missing:
+) -> Effect | Missing:
     """Return the effect Σ over ``groups`` of the mean of a group's contrasts, of all columns of the
     panel.
 
@@ -139,7 +124,7 @@ def over_seeds(
 
     low, high = ends(CONFIDENCE)
     seeds_alone = max(0.0, sum(by_seeds) - rest)
-    return SeedEffect(
+    return Effect(
         kind="log ratio" if is_logarithm(aggregation) else "difference",
         interval=Interval(estimate=estimate, low=low, high=high, stderr=math.sqrt(variance)),
         bounds=ends(ONE_SIDED),

@@ -49,7 +49,7 @@ from qbench.tables.table import Cells, Table, from_rows
 from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
 
 if TYPE_CHECKING:
-    from qbench.statistics import Effect, SeedEffect
+    from qbench.statistics import Effect
 
 
 HUNDREDTH = 0.01
@@ -210,7 +210,7 @@ def drawn_notes(rows: Iterable[Row]) -> list[str]:
     effects_of: dict[str, list[Effect]] = {}
     for row in rows:
         for effect in row.damages.values():
-            if getattr(effect, "drawn", 0.0) > 0:
+            if effect.drawn > 0:
                 effects_of.setdefault(f"{row.label} {metric_title(row.metric)}", []).append(effect)
     lines = []
     for name, effects in effects_of.items():
@@ -451,7 +451,7 @@ def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
     )
 
 
-def _counts(effects: Iterable[Effect | SeedEffect | None]) -> str:
+def _counts(effects: Iterable[Effect | None]) -> str:
     """Return how many documents the effects of a row rest on, each number once."""
     return "/".join(sorted({str(effect.documents) for effect in effects if effect})) or NO_VALUE
 

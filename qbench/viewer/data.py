@@ -47,7 +47,7 @@ from qbench.text import metric_title
 if TYPE_CHECKING:
     import pandas as pd
 
-    from qbench.statistics import Effect, Interval, SeedEffect
+    from qbench.statistics import Effect, Interval
 
 Json = dict[str, Any]
 # (record, task) → by document, the texts of each request and the right answer
@@ -322,7 +322,7 @@ def _ends(interval: Interval | None) -> Json:
     return {} if interval is None else {"low": interval.low, "high": interval.high}
 
 
-def _effect(effect: Effect | SeedEffect) -> Json:
+def _effect(effect: Effect) -> Json:
     """Return an effect; ``kind`` says whether numbers are in units of the score or logarithms of
     ratios."""
     names = ("kind", "estimate", "p", "p_holm", "mark", "documents")
