@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Literal
 
 # The order of the paper's appendix; other metrics follow in the record's order.
 METRIC_ORDER = ("acc_norm", "acc", "perplexity", "word_perplexity")
@@ -16,6 +17,12 @@ LOG_SCALE = ("perplexity", "weighted_perplexity")
 VARIANCE = ", variance of the mean over samples"
 LOG_MEAN = "log mean"  # ours: a mean over documents that is compared by its logarithm
 KL_MEAN = "log mean of KL"  # the same, whose interval allows for documents that a sample has missed
+
+
+def kind_of(aggregation: str) -> Literal["difference", "log ratio"]:
+    """Return whether scores are compared by their difference, or by their ratio, that is by the
+    difference of logarithms."""
+    return "log ratio" if aggregation in (*LOG_SCALE, LOG_MEAN, KL_MEAN) else "difference"
 
 
 def perplexity(loss: float) -> float:

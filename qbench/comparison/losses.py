@@ -17,7 +17,7 @@ from itertools import combinations
 import numpy as np
 
 from qbench.comparison.rows import Comparison, Losses, Row, status_of
-from qbench.metrics import is_percentage
+from qbench.metrics import is_percentage, kind_of
 from qbench.records import ANSWERS, Damage, Record
 from qbench.statistics import (
     KL_MEAN,
@@ -29,7 +29,7 @@ from qbench.statistics import (
     effects,
     over_seeds,
 )
-from qbench.statistics.panel import Signs, is_logarithm, with_shared_documents
+from qbench.statistics.panel import Signs, with_shared_documents
 from qbench.store import Store
 
 NO_DOCUMENTS = "records of earlier versions hold no KL by document"
@@ -86,7 +86,7 @@ def score_losses(
                 terms[entry.cell] = signs
             if (loss := _loss(rows, row, entry.cell, base)) is not None:
                 means[entry.cell] = worse * loss
-    kind = "log ratio" if is_logarithm(aggregation) else "difference"
+    kind = kind_of(aggregation)
     losses = Losses(measure=primary, means=means, kind=kind, percent=is_percentage(metric))
     return _losses(comparison, losses, terms, columns.get(task, {}), aggregation)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qbench.errors import ResultsError
-from qbench.metrics import KL_MEAN, LOG_MEAN, LOG_SCALE, REDUNDANT, is_percentage
+from qbench.metrics import REDUNDANT, is_percentage, kind_of
 from qbench.records import (
     Damage,
     Flips,
@@ -175,7 +175,7 @@ class Row:
     @property
     def ratio(self) -> bool:
         """Return whether scores are compared by their ratio, as perplexities and lengths are."""
-        return self.aggregation in (*LOG_SCALE, LOG_MEAN, KL_MEAN)
+        return kind_of(self.aggregation) == "log ratio"
 
     def entry(self, checkpoint: str) -> RowValue:
         return next(entry for entry in self.entries if entry.checkpoint == checkpoint)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from qbench.metrics import LOG_SCALE
+from qbench.metrics import LOG_SCALE, kind_of
 from qbench.statistics.intervals import (
     CONFIDENCE,
     ENOUGH_TO_DRAW,
@@ -43,7 +43,6 @@ from qbench.statistics.panel import (
     Signs,
     as_scored,
     effective_documents,
-    is_logarithm,
 )
 
 LEVEL = 0.05
@@ -218,7 +217,7 @@ class _Block:
 
     def __init__(self, panel: Panel, aggregation: str, kl: bool) -> None:
         self.aggregation, self.kl, self.documents = aggregation, kl, panel.documents
-        self.kind: Kind = "log ratio" if is_logarithm(aggregation) else "difference"
+        self.kind = kind_of(aggregation)
         self.scores, self.weights = Scores(panel, aggregation), panel.weights.T
         values = self.scores.values
         self.most, self.freedom = values.max(axis=1), effective_documents(self.weights) - 1

@@ -126,12 +126,6 @@ INFLUENCE = {
 ROUNDING = 1e-12  # of sums of doubles, relative to their terms
 
 
-def is_logarithm(aggregation: str) -> bool:
-    """Return whether scores are compared by their ratio, that is by the difference of
-    logarithms."""
-    return aggregation in (*LOG_SCALE, LOG_MEAN, KL_MEAN)
-
-
 def as_scored(ratio: Floats, aggregation: str) -> Floats:
     """Return what lm-eval makes of Σ values / Σ weights."""
     if aggregation in (LOG_MEAN, KL_MEAN):

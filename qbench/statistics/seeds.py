@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from qbench.metrics import kind_of
 from qbench.statistics.effect import (
     FEW_CHANGES,
     FEWEST_KL,
@@ -43,7 +44,6 @@ from qbench.statistics.panel import (
     Signs,
     as_scored,
     effective_documents,
-    is_logarithm,
 )
 
 Ends = Callable[[float], tuple[float, float]]  # confidence → ends of the interval
@@ -125,7 +125,7 @@ def over_seeds(
     low, high = ends(CONFIDENCE)
     seeds_alone = max(0.0, sum(by_seeds) - rest)
     return Effect(
-        kind="log ratio" if is_logarithm(aggregation) else "difference",
+        kind=kind_of(aggregation),
         interval=Interval(estimate=estimate, low=low, high=high, stderr=math.sqrt(variance)),
         bounds=ends(ONE_SIDED),
         method=_SeedMethod(estimate=estimate, stderr=math.sqrt(variance), ends=ends, parts=parts),

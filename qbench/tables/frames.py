@@ -84,13 +84,10 @@ def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str
     return row
 
 
-def _direction(row: Row) -> str:
-    return "up" if row.higher_is_better else "down"
-
-
 def _about(line: Row) -> dict[str, object]:
     names = ("task", "label", "metric", "method", "quantizer")
-    return {name: getattr(line, name) for name in names} | {"direction": _direction(line)}
+    direction = "up" if line.higher_is_better else "down"
+    return {name: getattr(line, name) for name in names} | {"direction": direction}
 
 
 def _row(line: Row, entry: RowValue) -> dict[str, object]:

@@ -519,22 +519,13 @@ def _size_texts(record: Record | None) -> dict[str, str]:
     }
 
 
-def _score_text(score: RowValue, *, percent: bool) -> str:
-    """Return a score with its standard error."""
-    error = "" if score.stderr is None else f" ± {number(score.stderr, percent=percent)}"
-    return number(score.value, percent=percent) + error
-
-
-def line_names(line: Row) -> tuple[str, str, str]:
-    """Return task, metric with the arrow of what is better, and quantization."""
+def _names(line: Row) -> Cells:
+    """Return the heads and texts of task, metric with the arrow of what is better, and
+    quantization."""
     quantizer = line.quantizer
     if line.precision.in_parts:
         quantizer += f" ({line.precision.words})"
-    return line.label, metric_text(line), quantizer
-
-
-def _names(line: Row) -> Cells:
-    return list(zip(NAMES, line_names(line), strict=True))
+    return list(zip(NAMES, (line.label, metric_text(line), quantizer), strict=True))
 
 
 def entry_text(entry: RowValue, line: Row) -> str:
@@ -543,7 +534,8 @@ def entry_text(entry: RowValue, line: Row) -> str:
         return f"{NO_VALUE} missing"
     if entry.status == "failed":
         return "failed"
-    return _score_text(entry, percent=line.percent)
+    error = "" if entry.stderr is None else f" ± {number(entry.stderr, percent=line.percent)}"
+    return number(entry.value, percent=line.percent) + error
 
 
 def _delta_text(line: Row, checkpoint: str) -> str:

@@ -33,19 +33,12 @@ class Table:
     records: tuple[str, ...] = ()
 
     @property
-    def begins(self) -> tuple[bool, ...]:
-        """Return whether each row begins a group."""
-        first = [row[0] for row in self.rows]
-        return tuple(self.grouped and a != b for a, b in zip(first, [None, *first], strict=False))
-
-    @property
     def shown(self) -> tuple[tuple[str, ...], ...]:
         """Return the rows with the first cell of a group shown once."""
-        if not self.grouped:
-            return self.rows
+        before = [None, *(row[0] for row in self.rows)]
         return tuple(
-            row if begins else ("", *row[1:])
-            for row, begins in zip(self.rows, self.begins, strict=True)
+            ("", *row[1:]) if self.grouped and row[0] == last else row
+            for row, last in zip(self.rows, before, strict=False)
         )
 
     @property

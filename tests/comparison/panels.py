@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qbench.statistics import Panel
+from qbench.statistics import Column, Panel, effects
 
 SIMULATIONS = 400
 TWO = {"new": 1, "old": -1}
@@ -14,6 +14,19 @@ def panel(*values, weights=None):
     names = list(TWO) if len(values) == 2 else list(FOUR)
     weights = np.ones_like(matrix) if weights is None else np.stack([weights] * len(values), axis=1)
     return Panel(values=matrix, weights=weights, index={name: i for i, name in enumerate(names)})
+
+
+def together(pairs, aggregation, signs=TWO):
+    """Return the effects of many pairs of columns, each [documents]."""
+    documents = np.arange(len(pairs[0][0]))
+    weights = np.ones(len(documents))
+    columns, contrasts = {}, []
+    for place, pair in enumerate(pairs):
+        for name, side in zip(TWO, pair, strict=True):
+            values = np.asarray(side, dtype=float)
+            columns[name, place] = Column(documents=documents, values=values, weights=weights)
+        contrasts.append({(name, place): sign for name, sign in signs.items()})
+    return effects(columns, contrasts, aggregation)
 
 
 def answers(rng, documents, gained, lost):

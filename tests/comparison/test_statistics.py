@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from panels import FOUR, SIMULATIONS, TWO, answers, panel
+from panels import FOUR, SIMULATIONS, TWO, answers, panel, together
 from scipy import stats
 
 from qbench.statistics import (
@@ -132,25 +132,24 @@ def test_intervals_of_kl_cover_935_of_1000(signs, documents):
     rng = np.random.default_rng(5)
     mean = np.log(0.02) + (1 + 0.8**2) / 2
     truth = mean if len(signs) == 1 else np.log(0.02 / 0.03)
-    covered = 0
-    for _ in range(200):
-        result = effect(panel(*divergences(rng, documents)), signs, KL_MEAN)
-        covered += result.interval.low <= truth <= result.interval.high
+    results = together([divergences(rng, documents) for _ in range(200)], KL_MEAN, signs)
+    for result in results:
         assert (result.p < 0.05) == (result.interval.low > 0 or result.interval.high < 0)
-    assert covered / 200 >= 0.935 - 0.017
+    assert coverage_of(results, truth) >= 0.935 - 0.017
+
+
+def coverage_of(results, truth):
+    return np.mean([one.interval.low <= truth <= one.interval.high for one in results])
 
 
 def test_intervals_allow_for_documents_with_much_kl_that_a_sample_has_missed():
     """Of 200 documents two have 27 and 15 times the mean KL, as those of an int8 copy: 77 of 100
     intervals of 50 documents held the mean."""
-    rng, covered = np.random.default_rng(5), 0
+    rng = np.random.default_rng(5)
     kl = 0.0006 * np.exp(0.7 * rng.normal(size=200))
     kl[:2] = 0.018, 0.0096
-    for _ in range(200):
-        drawn = rng.choice(kl, 50)
-        interval = effect(panel(drawn, drawn), {"new": 1}, KL_MEAN).interval
-        covered += interval.low <= np.log(kl.mean()) <= interval.high
-    assert covered / 200 >= 0.935
+    results = together([[rng.choice(kl, 50)] * 2 for _ in range(200)], KL_MEAN, {"new": 1})
+    assert coverage_of(results, np.log(kl.mean())) >= 0.935
 
 
 def test_a_kl_of_0_has_no_logarithm():
@@ -288,11 +287,10 @@ def test_at_the_detectable_size_the_mark_appears_in_80_of_100_tables_of_72(seeds
 
 
 def test_a_score_at_the_margin_passes_non_inferiority_in_5_of_100_simulations():
-    rng, passed = np.random.default_rng(14), 0
-    for _ in range(SIMULATIONS):
-        new, old = answers(rng, 301, 0.05, 0.08)
-        passed += Regression.of(effect(panel(old, new), TWO, "mean")).high < 0.03
-    assert passed / SIMULATIONS == pytest.approx(0.05, abs=0.02)
+    rng = np.random.default_rng(14)
+    pairs = [answers(rng, 301, 0.05, 0.08)[::-1] for _ in range(SIMULATIONS)]
+    passed = [Regression.of(loss).high < 0.03 for loss in together(pairs, "mean")]
+    assert np.mean(passed) == pytest.approx(0.05, abs=0.02)
 
 
 def test_with_as_many_documents_as_needed_an_equal_quantizer_passes_in_80_of_100():

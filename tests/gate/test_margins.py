@@ -9,7 +9,8 @@ from gate_results import changed
 from qbench.errors import RecipeError
 from qbench.gate import check, verdict
 from qbench.records import Score
-from qbench.statistics import Column, Panel, Regression, effect
+from qbench.statistics import Column, Regression, effects
+from qbench.statistics.panel import with_shared_documents
 
 
 def column(values) -> Column:
@@ -92,14 +93,17 @@ def test_a_harmless_change_passes_at_the_default_margin(
     metric, aggregation, pairs, documents, least, monkeypatch
 ):
     monkeypatch.setattr("qbench.statistics.intervals.ROUNDS", 300)
-    about, passed = score(metric, aggregation, documents), 0
-    signs = {"old": 1, "new": -1} if aggregation == "mean" else {"new": 1, "old": -1}
-    for old, new in itertools.islice(pairs(np.random.default_rng(documents), documents), 300):
+    about, worse = score(metric, aggregation, documents), -1 if aggregation == "mean" else 1
+    made = list(itertools.islice(pairs(np.random.default_rng(documents), documents), 300))
+    columns = {(side, place): column for place, pair in enumerate(made)
+               for side, column in zip(("old", "new"), pair, strict=True)}  # fmt: skip
+    signs = [{("new", place): worse, ("old", place): -worse} for place in range(300)]
+    answers, passed = effects(with_shared_documents(columns), signs, aggregation), 0
+    for (old, _), answer in zip(made, answers, strict=True):
         margin = verdict.margin_of(about, old, {}, lines=LINES)
         assert not margin.given
         limit = margin.value / 100 if aggregation == "mean" else np.log1p(margin.value / 100)
-        result = effect(Panel.of({"new": new, "old": old}), signs, aggregation)
-        passed += Regression.of(result).high <= limit
+        passed += Regression.of(answer).high <= limit
     assert passed >= least
 
 
