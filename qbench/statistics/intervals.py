@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Self
 
 import numpy as np
@@ -382,9 +382,11 @@ class ScoreTest(Method):
         return cls(values=values, counts=counts.astype(float), **fields)
 
     def interval(self, confidence: float | Floats) -> Ends:
-        z = special.ndtri((1 + confidence) / 2)
-        falling, rising = self._range(rising=False), self._range(rising=True)
-        return self.highest - falling.upper(z), self.lowest + rising.upper(z)
+        many = len(self.highest)
+        z = np.broadcast_to(special.ndtri((1 + confidence) / 2), many)
+        both = self[np.tile(np.arange(many), 2)]._range(rising=np.repeat([False, True], many))
+        low, high = np.split(both.upper(np.tile(z, 2)), 2)
+        return self.highest - low, self.lowest + high
 
     def p(self) -> Floats:
         rising, mean = self.mean < 0, self.mean
@@ -417,7 +419,7 @@ class ScoreTest(Method):
         return _Range(values, self.counts, self.highest - self.lowest)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Range:
     """Values 0 … ``highest`` with their counts, [values, estimates].
 
@@ -488,7 +490,7 @@ class _Range:
         path = self.root(excess, np.where(alike, 1 + 1e-13, 1e-9))
         return np.where(mean >= self.highest, self.highest, self.moments(path)[0])
 
-    @property
+    @cached_property
     def _reached(self) -> NDArray:
         """Return whether any document has the highest value."""
         return np.any((self.counts > 0) & (self.values == self.highest), axis=0)
