@@ -373,10 +373,10 @@ def _bound_of_flips(documents: int, missed: float, flips: float) -> float:
     """Return the one-sided bound on the loss, as a fraction, that harmless flips of a share
     ``flips`` exceed with probability ``missed``: answers are lost and won at the same rate, and by
     chance lost more."""
-    from scipy import stats  # slow to import
-
     rate = flips * documents / 2  # of either, Poisson
-    loss = int(stats.skellam.ppf(1 - missed, rate, rate))  # of lost − won
+    # Lost − won: Skellam's distribution (Johnson 1959), whose quantiles scipy.stats may not find.
+    beyond = special.chndtr(2 * rate, 2 * np.arange(1, documents + 100), 2 * rate)
+    loss = int(np.argmax(beyond <= missed))
     # The likeliest counts with that difference: lost · won = rate².
     won = round((math.hypot(loss, 2 * rate) - loss) / 2)
     values = np.zeros((documents, 2))

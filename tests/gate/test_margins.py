@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from gate_results import changed
+from scipy import stats
 
 from qbench.errors import RecipeError
 from qbench.gate import check, verdict
@@ -112,6 +113,23 @@ def test_margins_are_those_that_the_readme_and_the_help_state(documents, points)
     old = column((np.arange(documents) % 5 > 0) * 1.0)
     margin = verdict.margin_of(score("acc", "mean", documents), old, {}, lines=LINES)
     assert margin.value == points
+
+
+@pytest.mark.parametrize(("documents", "lines"), [(60, 1), (200, 50), (2400, 50)])
+def test_harmless_losses_have_skellams_quantiles(documents, lines):
+    rate, missed = 0.03 * documents / 2, verdict.MISSED / lines
+    loss = int(stats.skellam.ppf(1 - missed, rate, rate))
+    won = round((np.hypot(loss, 2 * rate) - loss) / 2)
+    values = np.repeat([1.0, 0.0, -1.0], (loss + won, documents - loss - 2 * won, won))
+    old, new = column(np.maximum(values, 0)), column(np.maximum(-values, 0))
+    (answer,) = effects({"old": old, "new": new}, [{"old": 1, "new": -1}], "mean")
+    bound = verdict._bound_of_flips(documents, missed, 0.03)
+    assert bound == pytest.approx(Regression.of(answer).high)
+
+
+def test_many_lines_of_many_answers_have_a_margin():
+    """scipy.stats raised "updating stopped, endless loop" here."""
+    assert 0 < verdict._bound_of_flips(5153, verdict.MISSED / 7800, 0.1) < 0.05
 
 
 def test_a_broken_quantizer_does_not_widen_its_own_margin(tmp_path, good, standard):
