@@ -411,12 +411,13 @@ def methods_table(name, checkpoint) -> str:
             text = from_to([kl(name, checkpoint, one) for one in members], "{:#.3g}".format)
         found = [find(name, *score, checkpoint, one) for one in members for score in SCORED]
         words, points = ([row.damage for row in found[start::2]] for start in (0, 1))
-        lines.append(
-            f"| {method} | {next(sizes):.2f} | {next(sizes):.3f} | {text} | × "
-            f"{from_to([math.exp(one) for one in words], lambda n: rounded(n, 3))} | "
-            f"{from_to([100 * one for one in points], '{:+.1f}'.format)} | "
-            f"{from_to(seconds, '{:.0f}'.format)} |".replace("-0.0", "0.0").replace(" -", " −")
-        )
+        wikitext = from_to([math.exp(one) for one in words], lambda n: rounded(n, 3))
+        lambada = from_to([100 * one for one in points], "{:+.1f}".format)
+        row = (
+            method, f"{next(sizes):.2f}", f"{next(sizes):.3f}", text, f"× {wikitext}", lambada,
+            from_to(seconds, "{:.0f}".format),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(row)} |".replace("-0.0", "0.0").replace(" -", " −"))
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Draw results/methods/quality.svg, SmolLM2's quality against size by method, and
+"""Draw results/methods/quality.svg, quality against size by method, and
 results/sinks-124m/sizes.svg: softpick's damage over softmax's on WikiText, by precision,
 for the pairs with attention sinks of 27 M and of 126 M parameters, and, once it was measured,
 results/kinds-27m/kinds.svg. `make pages` runs it."""
@@ -53,34 +53,38 @@ def draw() -> pyplot.Figure:
     return figure
 
 
+MODELS = {("methods", "smollm2"): "SmolLM2-135M-Instruct",
+          ("methods-27m", "softmax"): "27M, softmax"}  # fmt: skip
+
+
 def draw_methods() -> pyplot.Figure:
-    """Return a figure of SmolLM2's KL divergence against its bits per weight below 5: a point per
-    method, and a bar over the seeds of its calibration or, of one seed, the 95 % interval."""
+    """Return a figure of KL divergence against bits per weight below 5, a panel per model: a point
+    per method, and a bar over the seeds of its calibration or, of one seed, the 95 % interval."""
     pyplot.rcParams["svg.hashsalt"] = "qbench"
-    figure, panel = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    heights: dict[float, float] = {}  # of the last label at a size, so that labels do not overlap
-    methods = by_method("methods", "smollm2")
-    mean_kl = {m: sum(value("methods", "all", "kl", "smollm2", label) for label in members)
-               / len(members) for m, members in methods.items()}  # fmt: skip
-    for method in sorted(methods, key=mean_kl.__getitem__):
-        members, middle = methods[method], mean_kl[method]
-        rows = [find("methods", "all", "kl", "smollm2", one) for one in members]
-        values = [row.value for row in rows]
-        ends = values if len(rows) > 1 else (rows[0].damage_low, rows[0].damage_high)
-        bits = value("methods", "all", "bits", "smollm2", members[0])
-        if bits > 5:
-            continue
-        bars = [[middle - min(ends)], [max(ends) - middle]]
-        panel.errorbar([bits], [middle], bars, fmt="o" if len(rows) > 1 else "s", capsize=3)
-        size = round(bits, 1)
-        heights[size] = max(middle, 1.1 * heights.get(size, 0))
-        shift, beside = (-0.025, "right") if 4.3 < bits < 4.45 else (0.025, "left")
-        if 4.33 < bits < 4.37:  # between columns at 4.3, 4.4 and 4.5: below its point
-            panel.text(bits, 0.96 * middle, method, fontsize=9, va="top", ha="center")
-            continue
-        panel.text(bits + shift, heights[size], method, fontsize=9, va="center", ha=beside)
-    panel.set(yscale="log", xlabel="bits per weight", title="SmolLM2-135M-Instruct")
-    panel.set(xlim=(3.2, 4.8), ylabel="KL divergence from the unquantized model, nats per token")
+    figure, panels = pyplot.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    for panel, ((name, checkpoint), title) in zip(panels, MODELS.items(), strict=True):
+        heights: dict[float, float] = {}  # of the last label of a column
+        methods = by_method(name, checkpoint)
+        rows = {method: [find(name, "all", "kl", checkpoint, one) for one in members]
+                for method, members in methods.items()}  # fmt: skip
+        middle = {method: sum(row.value for row in of) / len(of) for method, of in rows.items()}
+        for method in sorted(methods, key=middle.__getitem__):
+            bits = value(name, "all", "bits", checkpoint, methods[method][0])
+            if bits > 5:
+                continue
+            of, kl = rows[method], middle[method]
+            several = len(of) > 1
+            ends = [r.value for r in of] if several else (of[0].damage_low, of[0].damage_high)
+            bars = [[kl - min(ends)], [max(ends) - kl]]
+            panel.errorbar([bits], [kl], bars, fmt="o" if several else "s", capsize=3)
+            column = 3.78 if bits < 4 else 4.58
+            heights[column] = max(kl, 1.13 * heights.get(column, 0))
+            panel.annotate(
+                method, (bits, kl), (column, heights[column]), fontsize=9, va="center",
+                arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.7, "shrinkB": 3},
+            )  # fmt: skip
+        panel.set(yscale="log", xlabel="bits per weight", title=title, xlim=(3, 4.95))
+    panels[0].set_ylabel("KL divergence from the unquantized model, nats per token")
     return figure
 
 

@@ -403,11 +403,7 @@ def _bnb_config(
 
 
 def _bnb(module: nn.Module, config: QuantizationConfig) -> Tensors:
-    if config.weights.num_bits == 8:
-        held = module.weight if module.weight.SCB is not None else module.state  # after a forward
-        return {"weight": held.CB, "SCB": held.SCB, "weight_format": torch.tensor(0).byte()}
-    state = module.weight.quant_state.as_dict(packed=True)
-    return {"weight": module.weight.data, **{f"weight.{name}": t for name, t in state.items()}}
+    return dict(module.state_dict())  # the library's layout of files
 
 
 FORMATS = {
