@@ -18,16 +18,20 @@ gate and up another. ``Linear8`` does this once per input.
 from __future__ import annotations
 
 import logging
+from unittest.mock import patch
 
-import bitsandbytes
 import torch
-from bitsandbytes import functional
 from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import ROUTED, Tensors, bias_of, kept_weight
 from qbench.quantizers.methods.weight_only import BNB_BLOCK as BLOCK
 from qbench.quantizers.methods.weight_only import Bnb4, Bnb8
+
+# Its decorators would import torch's compiler, a second and more, for functions that nobody calls
+with patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
+    import bitsandbytes
+    from bitsandbytes import functional
 
 CODES = "qbench_codes"  # attribute of a tensor: its version, a threshold, and its codes
 
