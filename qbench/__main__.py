@@ -16,9 +16,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def main() -> None:
-    # Threads that spin while they wait take the cores from those that they wait for, if anything
-    # else runs on the machine: an audit on two busy cores took 196 s with it, and 21 s without.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     keep_memory()
     try:
         from qbench.cli.app import main as command

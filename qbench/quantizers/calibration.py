@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from queue import SimpleQueue
 from threading import Thread, local
 from typing import Any
@@ -29,7 +29,7 @@ from qbench.quantizers.texts import CalibrationText, draw_windows
 from qbench.streaming import Stop, decoder_blocks, free_gpu_bytes, offload, offload_device
 
 CORES = torch.get_num_threads()  # of this process, before quantizing sets it to one
-GPU_BATCH = 8  # samples in one forward
+PRODUCT_ROWS = 2048  # that a CPU multiplies at once in bfloat16: more leave a core's cache
 Call = Callable[[Tensor], Any]  # of a block on hidden states
 
 
@@ -106,14 +106,13 @@ class SequentialCalibrator:
         model: nn.Module,
         layers: dict[str, nn.Linear],
         calibration: Calibration,
-        batch_size: int | None,
+        batch_size: int,
     ) -> None:
         """Run the calibration text up to the first block and trace the blocks once.
 
-        ``layers``: the linear layers to quantize, by name. ``batch_size``: samples in one forward;
-        None: 8 on a GPU, 1 on a CPU, whose cores take one each. Raises QuantizationError if the
-        model does not run its blocks one after the other, if they do not hold all of ``layers``, or
-        if they receive something beside hidden states that depends on the text.
+        ``layers``: the linear layers to quantize, by name. Raises QuantizationError if the model
+        does not run its blocks one after the other, if they do not hold all of ``layers``, or if
+        they receive something beside hidden states that depends on the text.
         """
         self.root, self.blocks = _blocks(model, layers)
         self._model, self._device = model, next(model.parameters()).device
@@ -122,8 +121,7 @@ class SequentialCalibrator:
         # between blocks if layer types are mixed.
         self._calls: dict[int, list[Call]] = {}
         self._beside: dict[int, list[Tensor]] = {}  # other tensors that the first block receives
-        default = 1 if self._device.type == "cpu" else GPU_BATCH
-        for ids in calibration.ids.split(batch_size or default):
+        for ids in calibration.ids.split(batch_size):
             self._trace(layers, ids)
 
     def _trace(self, layers: dict[str, nn.Linear], ids: Tensor) -> None:
@@ -155,6 +153,7 @@ class SequentialCalibrator:
                         )
                     raise Stop
                 self._beside[len(ids)] = beside
+                torch.set_num_threads(CORES)  # of what the blocks compute now nothing is kept
             elif not torch.equal(hidden, output):
                 raise QuantizationError(
                     f"{self.root}.{index}: does not receive the output of the block before it; "
@@ -185,8 +184,10 @@ class SequentialCalibrator:
         for block in self.blocks:
             hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             hooks.append(block.register_forward_hook(leave))
+        threads = torch.get_num_threads()
         with _hooks(*hooks), suppress(Stop):
             self._model(input_ids=ids.to(self._device), use_cache=False)
+        torch.set_num_threads(threads)
         if traced is not None:
             return
         if missing := sorted(set(layers) - reached):
@@ -406,9 +407,12 @@ def _product(x: Tensor) -> Tensor:
     computes the upper half alone, in strips: 0.65 of the time at 1,536 columns."""
     if x.is_cuda and len(x) and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x.T, x, out_dtype=torch.float32)
-    x = x.float()
     if x.is_cuda:
+        x = x.float()
         return x.T @ x
+    if x.dtype == torch.bfloat16 and len(x) > PRODUCT_ROWS:
+        return reduce(Tensor.add_, map(_product, x.split(PRODUCT_ROWS)))
+    x = x.float()
     width = x.shape[1]
     product, step = x.new_empty(width, width), max(256, -(-width // 4))
     for start in range(0, width, step):

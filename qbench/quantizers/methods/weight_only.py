@@ -183,9 +183,8 @@ class Gptq(ColumnOrder):
         ),
     ] = True
     batch_size: Annotated[
-        Annotated[int, Field(ge=1, le=65536)] | None,
-        Field(description="calibration samples in one forward; null: 8 on a GPU, 1 on a CPU"),
-    ] = None
+        int, Field(ge=1, le=65536, description="calibration samples in one forward")
+    ] = 8
 
 
 class Bnb(WeightSettings):
