@@ -22,11 +22,11 @@ from qbench.statistics import (
     Missing,
     Panel,
     adjust,
-    drawing_error,
     effects,
     mean_score,
     over_seeds,
     own_interval,
+    with_drawing_error,
 )
 from qbench.statistics.panel import Signs, with_shared_documents
 from qbench.store import Store
@@ -90,7 +90,9 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
         for key, names, answer in zip(contrasts, signs, computed, strict=True):
             index, contrast, checkpoint = key
             if contrast != "scores":
-                answers[key] = _with_drawing_error(answer, names, columns[task], aggregation)
+                scores = [columns[task][name] for name in names]
+                drawn = [columns[task].get((cell, variance_name(m))) for cell, m in names]
+                answers[key] = with_drawing_error(answer, scores, drawn, aggregation)
             elif (interval := own_interval(answer)) is not None:
                 intervals[index][checkpoint] = interval
     comparison = dataclasses.replace(comparison, at_chance=find_at_chance(comparison, intervals))
@@ -101,17 +103,6 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
     )
     seeds = _seed_rows(comparison, columns)
     return dataclasses.replace(comparison, lines=lines, seeds=seeds, tested=True)
-
-
-def _with_drawing_error(
-    answer: Effect | Missing, names: Signs, columns: Mapping[Name, Column], aggregation: str
-) -> Effect | Missing:
-    """Return the answer with its error from drawing answers, if they are drawn."""
-    spread = [columns.get((cell, variance_name(metric))) for cell, metric in names]
-    if isinstance(answer, Missing) or not any(spread):
-        return answer
-    drawn = drawing_error([columns[name] for name in names], spread, aggregation)
-    return dataclasses.replace(answer, drawn=drawn)
 
 
 def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:

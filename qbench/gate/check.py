@@ -41,10 +41,10 @@ from qbench.statistics import (
     Panel,
     Regression,
     documents_needed,
-    drawing_error,
     effects,
     mean_score,
     samples_needed,
+    with_drawing_error,
 )
 from qbench.statistics.effect import DRAWN_ERRORS
 from qbench.statistics.panel import with_shared_documents
@@ -206,26 +206,26 @@ def require_same_data(cell: str, before: Record, after: Record) -> None:
 def changes(cells: Mapping[str, tuple[CellResults, CellResults]]) -> dict[CellScore, Change]:
     """Compare each score that a cell has in the baseline and now, by cell and name, on the
     documents that both saw; as recorded if no test knows it."""
-    losses: dict[CellScore, Effect | Missing] = {}
-    by_name: dict[tuple[Name, str, bool], list[str]] = defaultdict(list)
-    for cell, (before, after) in cells.items():
-        for name, score in before.scores.items():
-            if name in after.scores:
-                by_name[name, score.aggregation, score.higher_is_better].append(cell)
-    for (name, aggregation, higher), names in by_name.items():
+    by_name: dict[Name, dict[str, tuple[CellResults, CellResults]]] = defaultdict(dict)
+    for cell, sides in cells.items():
+        for name in sides[0].scores.keys() & sides[1].scores.keys():
+            by_name[name][cell] = sides
+    made: dict[CellScore, Change] = {}
+    for name, both in by_name.items():
         columns = with_shared_documents(
             {
-                (cell, side): results.columns[name]
-                for cell in names
-                for side, results in zip(("old", "new"), cells[cell], strict=True)
+                (cell, i): side.columns[name]
+                for cell, pair in both.items()
+                for i, side in enumerate(pair)
             }
         )
-        worse = -1 if higher else 1
-        signs = [{(cell, "new"): worse, (cell, "old"): -worse} for cell in names]
-        answers = effects(columns, signs, aggregation)
-        losses |= {(cell, name): each for cell, each in zip(names, answers, strict=True)}
-    return {(cell, name): _change(cell, name, *cells[cell], loss)
-            for (cell, name), loss in losses.items()}  # fmt: skip
+        score = next(iter(both.values()))[0].scores[name]
+        worse = -1 if score.higher_is_better else 1
+        signs = [{(cell, 1): worse, (cell, 0): -worse} for cell in both]
+        losses = effects(columns, signs, score.aggregation)
+        for (cell, sides), loss in zip(both.items(), losses, strict=True):
+            made[cell, name] = _change(cell, name, *sides, loss)
+    return made
 
 
 def _change(
@@ -234,8 +234,7 @@ def _change(
     score, precision = before.scores[name], after.record.precision
     columns = [side.columns[name] for side in (after, before)]
     variances = [side.variances.get(name) for side in (after, before)]
-    if isinstance(loss, Effect) and any(variances):
-        loss = replace(loss, drawn=drawing_error(columns, variances, score.aggregation))
+    loss = with_drawing_error(loss, columns, variances, score.aggregation)
     panel = Panel.of(dict(zip(("new", "old"), columns, strict=True)))
     paired = score.aggregation in TESTABLE and panel.documents
     old, new = (

@@ -20,6 +20,7 @@ from qbench.statistics.effect import (
     effects,
     own_interval,
     samples_needed,
+    with_drawing_error,
 )
 from qbench.statistics.panel import KL_MEAN, LOG_MEAN, Column, Panel, joined
 from qbench.statistics.seeds import mean_score, over_seeds
@@ -46,4 +47,5 @@ __all__ = [
     "over_seeds",
     "own_interval",
     "samples_needed",
+    "with_drawing_error",
 ]

@@ -388,6 +388,15 @@ def drawing_error(
     return math.sqrt(total)
 
 
+def with_drawing_error(
+    answer: Answer, scores: Iterable[Column], variances: Sequence[Column | None], aggregation: str
+) -> Answer:
+    """Return the answer with its error from drawing answers, if any are drawn."""
+    if isinstance(answer, Missing) or not any(variances):
+        return answer
+    return dataclasses.replace(answer, drawn=drawing_error(scores, variances, aggregation))
+
+
 def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
     """Return how many times as many samples per prompt tell a difference ``gap`` from the margin,
     as :func:`documents_needed`; None if no number would. ``drawn`` is the part of ``stderr`` that

@@ -264,7 +264,7 @@ def bootstrap_ratios(made: Contrasts, weights: Floats) -> tuple[NDArray, Bootstr
     spread = np.sqrt(np.maximum(squares - 2 * ratio * products + ratio**2 * lengths[1], 1e-12))
     rates = values[:, weights > 0] / weights[weights > 0]
     farthest = TWICE * np.abs(rates - made.estimate[:, None]).max(axis=1) / made.stderr
-    return _bootstrap(made, weights, quantiles_of(sums / spread), farthest)
+    return _bootstrap(made, weights, sums / spread, farthest)
 
 
 def bootstrap_log_means(made: Contrasts, scores: Scores, *, kl: bool) -> tuple[NDArray, BootstrapT]:
@@ -288,11 +288,10 @@ def bootstrap_log_means(made: Contrasts, scores: Scores, *, kl: bool) -> tuple[N
         unseen = made.terms.max(axis=1) ** 2 + made.terms.min(axis=1) ** 2
         counted = np.sqrt(counted**2 + UNSEEN * unseen)
     if documents > MOST_DOCUMENTS:  # no wider than Student's t
-        quantiles, farthest = np.zeros((len(NORMAL), many)), np.zeros(many)
+        rounds, farthest = np.zeros((many, 1)), np.zeros(many)
     else:
-        quantiles = quantiles_of(_rounds_of_log_means(scores, made.signs))
-        farthest = np.full(many, math.inf)
-    return _bootstrap(made, np.ones(documents), quantiles, farthest, counted, missed)
+        rounds, farthest = _rounds_of_log_means(scores, made.signs), np.full(many, math.inf)
+    return _bootstrap(made, np.ones(documents), rounds, farthest, counted, missed)
 
 
 def _rounds_of_log_means(scores: Scores, signs: Floats) -> Floats:
@@ -317,16 +316,14 @@ def _rounds_of_log_means(scores: Scores, signs: Floats) -> Floats:
     return np.array(rounds)
 
 
-def quantiles_of(rounds: Floats) -> Floats:
-    """Return the quantiles at ``NORMAL``, [121, estimates], of ``rounds`` [estimates, rounds]."""
-    levels = special.ndtr(NORMAL)
-    return np.quantile(rounds, levels, axis=1, method="median_unbiased")
-
-
 def _bootstrap(
-    made: Contrasts, weights: Floats, quantiles: Floats, farthest: Floats,
+    made: Contrasts, weights: Floats, rounds: Floats, farthest: Floats,
     counted: Floats | None = None, missed: float | Floats = 0.0,
 ) -> tuple[NDArray, BootstrapT]:  # fmt: skip
+    """Return the intervals that ``rounds`` [contrasts, rounds] of (estimate − truth) / standard
+    error give, and the places of those that have any spread."""
+    levels = special.ndtr(NORMAL)
+    quantiles = np.quantile(rounds, levels, axis=1, method="median_unbiased")
     documents, squares = len(weights), made.terms**2
     kurtosis = np.vecdot(squares, squares) / documents / (made.stderr**2 / (documents - 1)) ** 2
     method = BootstrapT(
