@@ -25,7 +25,7 @@ from qbench.statistics import (
     effects,
     mean_score,
     over_seeds,
-    own_interval,
+    score_interval,
     with_drawing_error,
 )
 from qbench.statistics.panel import Signs, with_shared_documents
@@ -93,7 +93,7 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
                 scores = [columns[task][name] for name in names]
                 drawn = [columns[task].get((cell, variance_name(m))) for cell, m in names]
                 answers[key] = with_drawing_error(answer, scores, drawn, aggregation)
-            elif (interval := own_interval(answer)) is not None:
+            elif (interval := score_interval(answer)) is not None:
                 intervals[index][checkpoint] = interval
     comparison = dataclasses.replace(comparison, at_chance=find_at_chance(comparison, intervals))
     by_row = _by_row(comparison, answers)
@@ -111,8 +111,8 @@ def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
     groups = comparison.grid.replicates
     answers: dict[EffectKey, Effect | Missing] = {}
     means: dict[int, dict[str, float]] = defaultdict(dict)
-    asked = _by_metric(comparison, columns, groups) if groups else {}
-    for (task, _, aggregation), contrasts in asked.items():
+    by_metric = _by_metric(comparison, columns, groups) if groups else {}
+    for (task, _, aggregation), contrasts in by_metric.items():
         for (index, contrast, group), trainings in contrasts.items():
             names = dict.fromkeys(name for part in trainings for signs in part for name in signs)
             panel = Panel.of({name: columns[task][name] for name in names})
@@ -132,14 +132,14 @@ def _by_metric(
     comparison: Comparison, columns: Columns, groups: Mapping[str, Sequence[str]]
 ) -> dict[tuple[str, str, str], dict[EffectKey, Trainings]]:
     """Return task, metric and aggregation → the contrasts whose outcomes there are."""
-    asked: dict[tuple[str, str, str], dict[EffectKey, Trainings]] = defaultdict(dict)
+    by_metric: dict[tuple[str, str, str], dict[EffectKey, Trainings]] = defaultdict(dict)
     for index, row in enumerate(comparison.lines):
         by_name = columns.get(row.task, {})
         for contrast, group, trainings in _contrasts(comparison, row, groups):
             if all(name in by_name for part in trainings for signs in part for name in signs):
                 name = row.task, row.metric, row.aggregation
-                asked[name][index, contrast, group] = trainings
-    return asked
+                by_metric[name][index, contrast, group] = trainings
+    return by_metric
 
 
 def _by_row(

@@ -18,8 +18,8 @@ from qbench.statistics.effect import (
     drawing_error,
     effect,
     effects,
-    own_interval,
     samples_needed,
+    score_interval,
     with_drawing_error,
 )
 from qbench.statistics.panel import KL_MEAN, LOG_MEAN, Column, Panel, joined
@@ -45,7 +45,7 @@ __all__ = [
     "joined",
     "mean_score",
     "over_seeds",
-    "own_interval",
     "samples_needed",
+    "score_interval",
     "with_drawing_error",
 ]

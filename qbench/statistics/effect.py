@@ -294,7 +294,7 @@ class _Block:
             )  # fmt: skip
 
 
-def own_interval(answer: Answer) -> Interval | None:
+def score_interval(answer: Answer) -> Interval | None:
     """Return a score with its interval in its units, of the effect of one column; that of a
     perplexity is of its logarithm. None if it has none."""
     if isinstance(answer, Missing):

@@ -63,8 +63,8 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StudentT(Method):
-    """Student's t on the documents' contributions. ``grain`` is the least standard error of what
-    is found."""
+    """Hold estimates whose errors follow Student's t, over the documents' contributions. ``grain``
+    is the least standard error of what a test finds."""
 
     freedom: Floats
     grain: Floats
@@ -152,8 +152,8 @@ NORMAL = np.linspace(-FARTHEST, FARTHEST, 121)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BootstrapT(Method):
-    """How (estimate − truth) / standard error is spread, by the bootstrap-t (Efron and Tibshirani
-    1993, section 12.5; Hall 1992, section 3.2), for a ratio of sums over documents.
+    """Hold how (estimate − truth) / standard error is spread, by the bootstrap-t (Efron and
+    Tibshirani 1993, section 12.5; Hall 1992, section 3.2), for ratios of sums over documents.
 
     If damage depends on a document's length, few long documents decide the sum, and Student's t
     covers too little on one side. ``quantiles`` [121, estimates] are those of the bootstrap's
@@ -347,7 +347,7 @@ HALVINGS, CLOSE = 60, 1e-15  # of a path of length 2: to the last bit
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoreTest(Method):
-    """Means of values within [``lowest``, ``highest``]: ``counts[i]`` documents have the value
+    """Hold means of values within [``lowest``, ``highest``]: ``counts[i]`` documents have the value
     ``values[i]``, both [values, estimates], sorted.
 
     An interval holds the means that a two-sided score test does not reject; the values'
@@ -390,9 +390,9 @@ class ScoreTest(Method):
         tested, values = np.where(rising, -self.lowest, self.highest), self._range(rising=rising)
         path = values.root(lambda path: values.moments(path)[0] - tested, 0.0)
         variance = values.moments(path)[1]
-        known = (tested < values.highest) & (variance > 0)
-        spread = np.sqrt(self.documents / np.where(known, variance, 1.0))
-        p = np.where(known, 2 * special.ndtr(-np.abs(mean) * spread), 0.0)
+        possible = (tested < values.highest) & (variance > 0)
+        spread = np.sqrt(self.documents / np.where(possible, variance, 1.0))
+        p = np.where(possible, 2 * special.ndtr(-np.abs(mean) * spread), 0.0)
         return np.where(mean == 0, 1.0, p)
 
     def size_at(self, level: float | Floats) -> Floats:
@@ -418,7 +418,7 @@ class ScoreTest(Method):
 
 @dataclass(frozen=True, eq=False)
 class _Range:
-    """Values 0 … ``highest`` with their counts, [values, estimates].
+    """Hold values 0 … ``highest`` with their counts, [values, estimates].
 
     Under a mean above the observed one the chances of largest likelihood are proportional to
     count / (1 − tilt · value / highest), with tilt in [0, 1). If no document has the highest

@@ -153,7 +153,7 @@ class Contrasts:
 
 
 class Scores:
-    """The scores of columns on the scale that is compared, linearized (delta method).
+    """Computes the scores of columns on the scale that is compared, linearized (delta method).
 
     ``shares`` are each document's share of a score's error, [columns, documents], which add up to 0
     but for leverage: a share is divided by 1 − its leverage, since a long page pulls the ratio

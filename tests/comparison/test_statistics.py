@@ -20,24 +20,24 @@ from qbench.statistics import (
     documents_needed,
     effect,
     effects,
-    own_interval,
+    score_interval,
 )
 from qbench.statistics.intervals import detectable_by_t
 
 # Perplexities
 
 
-def test_a_perplexitys_own_interval_is_that_of_its_logarithm():
+def test_a_perplexitys_score_interval_is_that_of_its_logarithm():
     nats = -np.random.default_rng(3).lognormal(size=1_200)
     one = Panel(values=nats[:, None], weights=np.ones((1_200, 1)), index={"a": 0})
-    result = own_interval(effect(one, {"a": 1}, "perplexity"))
+    result = score_interval(effect(one, {"a": 1}, "perplexity"))
     reference = stats.ttest_1samp(-nats, 0).confidence_interval()
     assert (result.low, result.high) == pytest.approx(tuple(np.exp(reference)), rel=1e-9)
 
 
 def test_an_end_beyond_the_largest_number_is_infinite():
     both = panel(np.linspace(-800, -610, 20), np.zeros(20))
-    result = own_interval(effect(both, {"new": 1}, "perplexity"))
+    result = score_interval(effect(both, {"new": 1}, "perplexity"))
     assert np.isfinite(result.estimate)
     assert result.high == np.inf
 
