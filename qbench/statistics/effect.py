@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 from qbench.metrics import LOG_SCALE, kind_of
@@ -340,10 +340,11 @@ def adjust(effects: Sequence[Effect]) -> list[Effect]:
     ]
 
 
-def holm(p: Sequence[float]) -> Floats:
+def holm(p: ArrayLike) -> Floats:
     """Return p-values adjusted for the number of tests (Holm 1979)."""
+    p = np.asarray(p, dtype=float)
     order, adjusted = np.argsort(p), np.zeros(len(p))
-    steps = np.asarray(p)[order] * np.arange(len(p), 0, -1)
+    steps = p[order] * np.arange(len(p), 0, -1)
     adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
     return adjusted
 
