@@ -41,7 +41,8 @@ PAIRS = {  # folders that were measured on the same models
     "methods-27m": ("methods-27m", "methods-27m-made"),
     "gptq": ("gptq-library", "gptq-library-b"),
     "gptq seeds": ("gptq-seeds", "gptq-seeds-b", "gptq-seeds-c", "gptq-seeds-d"),
-    "kinds": ("kinds-27m", "kinds-27m-b", "kinds-27m-gate", "kinds-27m-gate-b"),
+    "kinds": ("kinds-27m", "kinds-27m-gate"),
+    "kinds short": ("kinds-27m-short",),
 }
 BUDGETS = {
     "budget-smollm2": "SmolLM2-135M-Instruct", "budget-gemma3": "Gemma 3 270M",
@@ -231,10 +232,10 @@ def same_sign(name, seeds) -> tuple[int, int]:
     return sum(all(float(s) * one > 0 for s in each.split()) for one, each in signs), len(both)
 
 
-def kl_gaps(name, kind, one="softpick", base="softmax", quantizer="") -> pd.DataFrame:
+def kl_gaps(name, kind, one="softpick", base="softmax", quantizer="", task="all") -> pd.DataFrame:
     """Return the logarithms of the KL of ``one`` over that of ``base``, [precisions, seeds]."""
     rows = pair(name)
-    rows = rows[(rows.metric == "kl") & (rows.task == "all")]
+    rows = rows[(rows.metric == "kl") & (rows.task == task)]
     rows = rows[rows.quantizer == quantizer if quantizer else rows.kind == kind]
     table = rows.pivot(index="quantizer", columns="checkpoint", values="value").map(math.log)
     seeds = [column[len(one) :] for column in table if column.split(".")[0] == one]
@@ -264,13 +265,14 @@ def direction(name, one, quantizer) -> str:
 
 def replicated(name) -> tuple[list[str], list[str]]:
     """Return the kinds of checkpoints of ``name``, and the precisions that each seed of all kinds
-    with several seeds has; empty lists if nothing was measured."""
+    with several seeds has, or that all kinds have if none has several."""
     rows = pair(name).query("metric == 'kl' and task == 'all'")
     table = rows.pivot(index="quantizer", columns="checkpoint", values="value")
     kinds: dict[str, list[str]] = {}
     for column in dict.fromkeys(rows.checkpoint):
         kinds.setdefault(column.split(".")[0], []).append(column)
     several = [column for seeds in kinds.values() if len(seeds) > 1 for column in seeds]
+    several = several or [column for seeds in kinds.values() for column in seeds]
     return list(kinds), list(table[several].dropna().index)
 
 
@@ -284,10 +286,24 @@ def gate_share(part) -> str:
     """Return "5 to 12 %": the part of the gated models' KL that quantizing the gate alone leaves
     (``gate``), or that quantizing all but the gate takes away (``but-gate``)."""
     shares = []
-    for kind, method in product(("head-gate", "element-gate"), ("w4a4-nvfp4", "nvfp4", "rtn-4bit")):
-        whole, rest = (mean("kinds", "all", "kl", kind, m) for m in (method, f"{method}-{part}"))
+    for method in ("w4a4-nvfp4", "nvfp4", "rtn-4bit"):
+        methods = (method, f"{method}-{part}")
+        whole, rest = (mean("kinds", "all", "kl", "head-gate", one) for one in methods)
         shares.append(rest / whole if part == "gate" else 1 - rest / whole)
     return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
+
+
+def layer_share(kind, part) -> str:
+    """Return "12 %": the share that the layers named ``part`` have in the sum of the KL of all
+    linear layers quantized one at a time; "all": that sum over the KL of all at once, "0.95"."""
+    rows = pair("kinds")
+    rows = rows[(rows.task == "sensitivity") & (rows.checkpoint == f"{kind}.1")]
+    sums = dict(zip(rows.metric, rows.value, strict=True))
+    together = sums.pop("all")
+    total = sum(sums.values())
+    if part == "all":
+        return f"{total / together:.2f}"
+    return f"{100 * sums[part] / total:.0f} %" if part in sums else "–"
 
 
 def training_seconds() -> str:
@@ -305,11 +321,12 @@ def has(name, quantizer) -> bool:
     return bool((pair(name).query("metric == 'kl'").quantizer == quantizer).any())
 
 
-def verdict(name, one, quantizers) -> str:
+def verdict(name, one, quantizers, tasks=("all",)) -> str:
     """Return how the KL of ``one`` compares with softmax's under ``quantizers``, as "**less**, ×
-    0.71": in words if every seed agrees under each, bold if that is of several seeds and of all
-    ``quantizers``, and the geometric mean of the ratios."""
-    gaps = pd.concat([kl_gaps(name, "", one, quantizer=each) for each in quantizers])
+    0.71": in words if every seed agrees under each and on the texts of each of ``tasks``, bold if
+    that is of several seeds and of all ``quantizers``, and the geometric mean of the ratios."""
+    cells = product(quantizers, tasks)
+    gaps = pd.concat([kl_gaps(name, "", one, quantizer=each, task=task) for each, task in cells])
     bold = "**" if gaps.shape[1] > 1 and not gaps.isna().any(axis=None) else ""
     ratios = gaps.stack().dropna()
     if ratios.empty:
@@ -484,7 +501,8 @@ FUNCTIONS = (
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
-    answers, table_of, replicated, has, verdict, of_kind, seed_count, gate_share, training_seconds,
+    answers, table_of, replicated, has, verdict, of_kind, seed_count, gate_share, layer_share,
+    training_seconds,
 )  # fmt: skip
 
 

@@ -69,8 +69,9 @@ def read_scores(files: Mapping[str, str]) -> pd.DataFrame:
 
 def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
     """Yield measurements of whole cells: KL from the unquantized model (nats per token, mean over
-    the documents of all tasks, with its interval); of models that people have also per task, and
-    the sizes."""
+    the documents of all tasks, with its interval); of kinds of attention and models that people
+    have also per task; of the latter the sizes."""
+    kinds = comparison.grid.name.startswith("kinds")
     sizes = comparison.grid.name.startswith(("published", "smollm2", "methods"))
     for name, record in comparison.records.items():
         cell = {"quantizer": record.quantizer, "checkpoint": record.checkpoint}
@@ -81,12 +82,14 @@ def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
                     f"damage_{end}": math.exp(getattr(interval, end)) for end in ("low", "high")
                 }
             yield row
+        tasks = record.damage.tasks if record.damage and (kinds or sizes) else {}
+        for task, damage in tasks.items():
+            if divergence := damage.distributions:
+                yield {**cell, "task": task, "metric": "kl", "value": divergence.kl.mean}
+                if sizes:
+                    top = divergence.top1_agreement
+                    yield {**cell, "task": task, "metric": "same_top", "value": top}
         if sizes:
-            tasks = record.damage.tasks if record.damage else {}
-            for task, found in tasks.items():
-                if one := found.distributions:
-                    yield {**cell, "task": task, "metric": "kl", "value": one.kl.mean}
-                    yield {**cell, "task": task, "metric": "same_top", "value": one.top1_agreement}
             size = record.audit and record.audit.size
             if size:
                 yield {**cell, "task": "all", "metric": "bits", "value": size.bits_per_weight}

@@ -41,12 +41,12 @@ run() { qbench run "$@" --data "$data" --gpus all --workers "${WORKERS:-12}"; }
 # first what the answer rests on, then every precision
 run recipes/kinds-27m.yaml --quantizers bf16,gptq-4bit,w4a4-nvfp4,rtn-4bit,a4,kv3
 run recipes/kinds-27m-gate.yaml
+qbench analyze recipes/kinds-27m.yaml --data "$data" --only '*.1/bf16' --sensitivity w4a4-nvfp4 \
+  --samples 16 --length 512
 qbench analyze recipes/kinds-27m.yaml --data "$data" --samples 60 --length 512
 run recipes/kinds-27m.yaml
 run recipes/kinds-27m.yaml --answers lambada_openai --limit 200 --out results/kinds-27m-answers \
   --quantizers bf16,gptq-4bit,w4a4-nvfp4,kv3
-qbench analyze recipes/kinds-27m.yaml --data "$data" --only '*.1/bf16' --sensitivity nvfp4 \
-  --samples 16 --length 512 --out results/kinds-27m-sensitivity
 for results in kinds-27m kinds-27m-gate; do # one file each to commit, with the trainings' records
   qbench export "results/$results" --to archive
 done
