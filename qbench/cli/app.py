@@ -174,9 +174,9 @@ def main() -> None:
     permission, no memory) are one line and exit code 2."""
     try:
         code = app(prog_name="qbench", standalone_mode=False)
-    except SystemExit as end:  # a plug-in's or a library's: typer's own end only completions so
-        if "_QBENCH_COMPLETE" in os.environ:
-            raise
+    except SystemExit as end:  # a plug-in's or a library's, unless typer completed a word, or
+        if "_QBENCH_COMPLETE" in os.environ or isinstance(end.__context__, BrokenPipeError):
+            raise  # nobody reads what is printed
         complain(f"something that was loaded ended the command by sys.exit({shown(end.code)})")
         sys.exit(1)
     except (QbenchError, OSError, UnicodeError, MemoryError) as error:

@@ -34,6 +34,7 @@ from qbench.files import cache_folder, require_folder
 from qbench.machine import (
     GIB,
     choose_device,
+    cpu_flags,
     fast_bf16,
     gpu_slots,
     memory_gib,
@@ -357,7 +358,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BYTES_PER_TOKEN = 3.7  # of task files, each context once
 REPEATED = 1.6  # contexts that are scored anew with each answer, and padding
 BASE_GIB = {"cuda": 1.5, "cpu": 0.8}  # libraries, batches
-SLOW_BF16 = 10.0
+SLOW_BF16, AMX_BF16 = 10.0, 0.15  # times float32, on processors without instructions and with AMX
 DISK_RATE = 1.0  # GiB per second
 # Of one GPU, or of one core of a CPU in float32, as in docs/speed.md: operations per second by
 # scoring mode, seconds for 10⁹ weights with their audit, seconds before a cell computes anything
@@ -380,8 +381,8 @@ def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
     parameters = elements(cell.checkpoint.headers)
     weights = parameters * BYTES[dtype] / GIB
     forward = 2 * parameters / (1 if plan.device == "cuda" else os.cpu_count() or 1)
-    if plan.device == "cpu" and dtype != "float32" and not fast_bf16():
-        forward *= SLOW_BF16
+    if plan.device == "cpu" and dtype != "float32":
+        forward *= AMX_BF16 if "amx_bf16" in cpu_flags() else 1.0 if fast_bf16() else SLOW_BF16
     seconds = rates["fixed"] + 3 * weights / DISK_RATE  # read for loading and for the audit
     seconds += forward * tokens / rates[cell.scoring.mode]
     memory = BASE_GIB[plan.device] + weights
@@ -392,7 +393,7 @@ def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
     if (text := cell.calibration) is not None:
         states = text.samples * text.length
         memory += states * hidden_size(cell.checkpoint.config) * BYTES[dtype] / GIB
-        seconds += forward * 2 * states / rates["exact"]
+        seconds += forward * states / rates["exact"]
     return seconds, memory
 
 
