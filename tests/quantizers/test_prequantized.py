@@ -116,9 +116,12 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_p
     assert model.config._attn_implementation.startswith("qbench")
 
 
-def test_inputs_beyond_a_copy_s_static_scale_are_not_held_against_it(whole, tmp_path, monkeypatch):
-    """Inputs of softpick's o_proj are so small that a calibrated scale clips at 1."""
-    monkeypatch.setattr(published_copies, "LARGEST_INPUT", 1.0)
+@pytest.mark.parametrize("largest", [1.0, 0.2])
+def test_inputs_beyond_a_copy_s_static_scale_are_not_held_against_it(
+    largest, whole, tmp_path, monkeypatch
+):
+    """Inputs of o_proj may be so small that a calibrated scale clips there."""
+    monkeypatch.setattr(published_copies, "LARGEST_INPUT", largest)
     copy = copy_of(whole, "ct-nvfp4", tmp_path / "copy")
     assert audited(planned(tmp_path, copy))[0].problems == ()
 

@@ -38,6 +38,7 @@ from qbench.records import ModuleAudit
 from qbench.streaming import load_block
 
 MOST_UNQUANTIZED = 0.01  # of all weights: routers, convolutions and the like may stay as they are
+SIZES = (1.0, 1 / 16, 1 / 256, 16.0)  # of inputs that read a weight
 ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
 MOST_ZEROED = 0.01  # share of a layer's squared products that columns of zeros may lose
 ENDS = {"its embeddings": "get_input_embeddings", "its LM head": "get_output_embeddings"}
@@ -311,8 +312,8 @@ def measure(
     ``rescales``: factors may have been moved into neighbouring layers.
     """
     rows, columns = matrix.weight.shape
-    weight = forward_weight(module, columns, matrix.weight.dtype)
     expected, factor = matrix.weight.float(), None
+    weight, size = read_weight(module, matrix, settings)
     dead = (weight == 0).all(dim=0) & (expected != 0).any(dim=0)
     if rescales and weight.isfinite().all():
         expected, factor = fit(weight.float(), expected, settings.error_bound())
@@ -322,8 +323,8 @@ def measure(
     bits = getattr(settings, "least_bits", settings.num_bits)
     far = (products - squares).abs() > min(0.75, 0.1 + 2.0 ** (1 - bits)) * squares
     draw = torch.Generator().manual_seed(0)
-    # No larger than the identity's: a static scale of the inputs may clip others
-    x = torch.rand(16, columns, generator=draw).mul(2).sub(1).to(weight.device, matrix.weight.dtype)
+    x = torch.rand(16, columns, generator=draw).mul(2).sub(1).mul(size)
+    x = x.to(weight.device, matrix.weight.dtype)
     product = x.float() @ weight.float().T
     product = product if module.bias is None else product + module.bias.float()
     unpacked = weight if stored.dequantize is None else stored.dequantize().to(weight.device)
@@ -483,9 +484,32 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 @torch.no_grad()
-def forward_weight(module: nn.Module, in_features: int, dtype: torch.dtype) -> Tensor:
+def read_weight(
+    module: nn.Module, matrix: Matrix, settings: WeightSettings
+) -> tuple[Tensor, float]:
+    """Return the weight that ``module``'s forward pass multiplies by, and the size of the inputs
+    that it was read with: 1, unless a copy rounds its inputs and the weight is too far from
+    ``matrix``. Then a static scale may clip such inputs, or round them to few levels, and the
+    nearest of several sizes is taken."""
+    original, best = matrix.weight, None
+    if getattr(settings, "activations", None) is None:
+        return forward_weight(module, original.shape[1], original.dtype), 1.0
+    for size in SIZES:
+        weight = forward_weight(module, original.shape[1], original.dtype, size)
+        off = float((weight.float() - original.float()).norm() / original.float().norm())
+        if best is None or off < best[0]:
+            best = off, weight, size
+        if off <= settings.error_bound():
+            break
+    return best[1:]
+
+
+def forward_weight(
+    module: nn.Module, in_features: int, dtype: torch.dtype, size: float = 1.0
+) -> Tensor:
     """Return the weight [out, in] that ``module``'s forward pass multiplies by, in the dtype of its
-    output. Each row of the identity picks one column, so only the weight itself is rounded."""
+    output. Each row of the identity, times ``size``, picks one column, so only the weight itself is
+    rounded."""
     attributes = (value for value in vars(module).values() if isinstance(value, Tensor))
     device = next(t.device for t in (*module.parameters(), *module.buffers(), *attributes))
     bias = None if module.bias is None else module.bias.detach().clone()
@@ -496,12 +520,12 @@ def forward_weight(module: nn.Module, in_features: int, dtype: torch.dtype) -> T
         for start in range(0, in_features, ROWS):
             count = min(ROWS, in_features - start)
             identity = torch.zeros(count, in_features, dtype=dtype, device=device)
-            identity[:, start:].fill_diagonal_(1)
+            identity[:, start:].fill_diagonal_(size)
             rows.append(module(identity))
     finally:
         if bias is not None:
             module.bias.data.copy_(bias)
-    return torch.cat(rows).T
+    return torch.cat(rows).T / size
 
 
 def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Tensor) -> list[str]:
