@@ -11,6 +11,7 @@ import pytest
 import torch
 from loading import load_model
 from small_recipe import DEMO, qbench
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qbench.analysis.sensitivity import Baseline
 from qbench.budget import measure, search
@@ -143,6 +144,26 @@ def test_a_layer_alone_costs_what_the_whole_forward_says(model, monkeypatch):
         together = baseline.kl(*({n: layer} for n, layer in variants.items()))
         assert together == pytest.approx(expected, rel=1e-6)
         assert min(expected) > 0
+
+
+@pytest.mark.parametrize("kind", ["falcon", "bloom"])
+def test_blocks_may_return_attention_weights_and_take_a_mask_per_head(kind):
+    config = AutoConfig.for_model(
+        kind, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    baseline = measure.FromBlocks(model, torch.randint(3, 100, (3, 12)))
+    assert baseline.skips
+    names = [name for name in linears(model) if baseline.block_of(name) == 0][:3]
+    variants = [{name: copy.deepcopy(linears(model)[name])} for name in names]
+    for (layer,) in map(dict.values, variants):
+        torch.nn.init.normal_(layer.weight)
+    expected = [baseline.losses("", each)[0].mean() for each in variants]
+    assert baseline.kl(*variants) == pytest.approx(expected, rel=1e-5)
+    torch.nn.init.constant_(variants[1][names[1]].weight, torch.nan)
+    with pytest.raises(QbenchError, match=f"^{names[1]}: "):
+        baseline.kl(*variants)
 
 
 def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float32(model):

@@ -248,8 +248,11 @@ class FromBlocks(Baseline):
             hidden = self._from_block(index, inputs[index], tokens, variants)
             divergences.append(self._compared(rows, hidden.chunk(len(variants))))
         means = torch.cat(divergences, 1).mean(1).tolist()
-        if not all(map(math.isfinite, means)):
-            raise EvaluationError(f"{next(iter(variants[0]))}: the logits are not numbers")
+        for modules, mean in zip(variants, means, strict=True):
+            if not math.isfinite(mean):
+                raise EvaluationError(
+                    f"{', '.join(list(modules)[:3])}: quantized, the model's logits are not numbers"
+                )
         return means
 
     def _from_block(
@@ -257,19 +260,23 @@ class FromBlocks(Baseline):
     ) -> Tensor:
         """Return the LM head's input [V · B, T − 1, H] with each of the V ``variants``, from the
         input ``hidden`` [B, T, H] of block ``index``."""
-        block, rows = self.blocks[index], (len(variants) * len(tokens),)
+        block, rows = self.blocks[index], len(variants) * len(tokens)
         forward = block.forward
 
-        def each(*args: Any, **kwargs: Any) -> Tensor:
+        def once(x: Tensor) -> Tensor:  # a mask of all rows, or of their heads: they are copies
+            of_rows = x.ndim > 0 and x.shape[0] % rows == 0
+            return x[: x.shape[0] // len(variants)] if of_rows else x
+
+        def each(*args: Any, **kwargs: Any) -> Any:
             first = (hidden, *args[1:]) if args else ()
             named = kwargs if args else {**kwargs, "hidden_states": hidden}
-            first, named = tree_map_only(  # a mask of all rows, which are copies
-                Tensor, lambda x: x[: len(tokens)] if x.shape[:1] == rows else x, (first, named)
-            )
+            first, named = tree_map_only(Tensor, once, (first, named))
             outputs = []
             for modules in variants:
                 with exchanged(self.model, modules):
                     outputs.append(forward(*first, **named))
+            if isinstance(outputs[0], tuple):  # with attention weights, which are not read
+                return torch.cat([output[0] for output in outputs]), *outputs[0][1:]
             return torch.cat(outputs)
 
         try:
