@@ -391,14 +391,12 @@ def _exact_products(*inputs: Tensor) -> Iterator[None]:
     """Have a CPU multiply float32 numbers as bfloat16 in the body if ``inputs`` are bfloat16: it
     sums the products, which are exact, in float32, three times as fast and with less error. All
     threads do, so that nothing else is computed meanwhile."""
-    products = torch.backends.mkldnn.matmul
-    before = products.fp32_precision
-    if any(x.dtype == torch.bfloat16 for x in inputs):
-        products.fp32_precision = "bf16"
-    try:
+    with ExitStack() as after:
+        if any(x.dtype == torch.bfloat16 and not x.is_cuda for x in inputs):
+            products = torch.backends.mkldnn.matmul
+            after.callback(setattr, products, "fp32_precision", products.fp32_precision)
+            products.fp32_precision = "bf16"
         yield
-    finally:
-        products.fp32_precision = before
 
 
 def _product(x: Tensor) -> Tensor:

@@ -194,6 +194,15 @@ def test_hessians_are_those_of_every_calibration_token(batch_size):
         torch.testing.assert_close(found.double(), hessian(x), rtol=1e-4, atol=1e-5)
 
 
+def test_products_of_bfloat16_are_exact_and_float32_is_left_as_it_was():
+    torch.manual_seed(0)
+    x, y = torch.randn(2 * walks.PRODUCT_ROWS + 7, 300).bfloat16(), torch.randn(64, 64)
+    before = y @ y
+    off = walks._hessian([x, x[:5]], 2) - hessian(torch.cat([x, x[:5]]).double())
+    assert off.norm() < 1e-6 * hessian(x.double()).norm()
+    assert torch.equal(y @ y, before)
+
+
 @pytest.mark.parametrize("kind", ["llama", "bfloat16", "mixtral"])
 @pytest.mark.parametrize("cores", [1, 3])
 def test_paused_forwards_give_what_forwards_from_the_beginning_give(kind, cores, monkeypatch):
