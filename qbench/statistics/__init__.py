@@ -24,28 +24,3 @@ from qbench.statistics.effect import (
 )
 from qbench.statistics.panel import KL_MEAN, LOG_MEAN, Column, Panel, joined
 from qbench.statistics.seeds import mean_score, over_seeds
-
-__all__ = [
-    "KL_MEAN",
-    "LOG_MEAN",
-    "TESTABLE",
-    "Column",
-    "Effect",
-    "Interval",
-    "Missing",
-    "Panel",
-    "Regression",
-    "adjust",
-    "at_level",
-    "documents_for_margin",
-    "documents_needed",
-    "drawing_error",
-    "effect",
-    "effects",
-    "joined",
-    "mean_score",
-    "over_seeds",
-    "samples_needed",
-    "score_interval",
-    "with_drawing_error",
-]

@@ -41,7 +41,6 @@ class Method:
 
     def interval(self, confidence: float | Floats) -> Ends:
         """Return the lower and upper ends of two-sided intervals."""
-        raise NotImplementedError
 
     def bounds(self) -> Ends:
         """Return the one-sided 95 % bounds."""
@@ -54,11 +53,9 @@ class Method:
     def p(self) -> Floats:
         """Return the two-sided p of 0: one minus the confidence of the interval that just reaches
         it."""
-        raise NotImplementedError
 
     def size_at(self, level: float | Floats) -> Floats:
         """Return the size that a two-sided test at ``level`` finds with 80 % power."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
