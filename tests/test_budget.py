@@ -186,7 +186,7 @@ def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float
 @pytest.mark.usefixtures("own_cache")
 def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monkeypatch, capfd):
     command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn", "--bits", 3.5,
-               "--length", 32, "--out", tmp_path)  # fmt: skip
+               "--peers", "rtn-4bit", "--length", 32, "--out", tmp_path)  # fmt: skip
     calls, kl = [], measure.FromBlocks.kl
 
     def stops(self, *variants):
@@ -214,7 +214,9 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     assert certificate["other"] == mix["best_uniform"]
     assert certificate["mix_bits"] == pytest.approx(mix["bits"], abs=1e-4)
     recipe = Recipe.load(tmp_path / "recipe.yaml")
-    assert [entry.label for entry in recipe.quantizers] == ["fp32", "mix-3.5", mix["best_uniform"]]
+    assert [(each["mix"], each["other"]) for each in results["peers"]] == [("mix-3.5", "rtn-4bit")]
+    labels = [entry.label for entry in recipe.quantizers]
+    assert labels == ["fp32", "mix-3.5", mix["best_uniform"], "rtn-4bit"]
     assert recipe.calibration.samples == 8
     weights = recipe.quantizers[1].quantization.weights
     assert {n: weights.for_layer(n).name for n in layers} == {

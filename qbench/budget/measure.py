@@ -311,6 +311,7 @@ def _other_last_bits(layer: nn.Linear) -> nn.Linear:
     """Return ``layer`` with its weights moved by about half a unit in their last place, up or down
     at random, then rounded."""
     weight = layer.weight.detach()
-    signs = torch.randint(0, 2, weight.shape, generator=torch.Generator().manual_seed(0)) - 0.5
-    moved = weight.float() * (1 + torch.finfo(weight.dtype).eps * signs.to(weight.device))
+    random = torch.Generator(weight.device).manual_seed(0)  # a processor would take minutes at 7 B
+    signs = torch.randint(0, 2, weight.shape, generator=random, device=weight.device) - 0.5
+    moved = weight.float() * (1 + torch.finfo(weight.dtype).eps * signs)
     return linear_layer(moved.to(weight.dtype), layer.bias)

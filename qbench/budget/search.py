@@ -59,7 +59,7 @@ def search(
     from qbench.budget import measure
 
     began = time.monotonic()
-    plan = plan_of([*choices, *peers])
+    plan = plan_of([*choices, *(peer for peer in peers if peer not in choices)])
     fitted = (cell.quantization.weights for cell in plan.cells[1:])
     settings = {explicit(c, weights): weights for c, weights in zip(choices, fitted, strict=False)}
     text["progress"].begin(plan.cells[0].checkpoint_name)
