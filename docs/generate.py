@@ -479,8 +479,10 @@ def budgets() -> list[dict[str, Any]]:
             "folder": path.parent.name, "title": BUDGETS[path.parent.name],
             "choices": len(values["costs"]), "layers": len(values["mixes"][0]["layers"]),
             "by_label": {mix["label"]: mix for mix in values["mixes"]},
-            "uniform_kl": {each["label"]: each["kl"] for each in values["uniform"]},
         })  # fmt: skip
+        kl = {each["label"]: each["kl"] for each in values["uniform"]}
+        for mix in values["mixes"]:
+            mix["uniform_kl"] = kl.get(mix["best_uniform"])
     return results
 
 
