@@ -117,12 +117,12 @@ def _load_tasks(result: CellResult) -> list[LoadedTask]:
     folder = cell.checkpoint.folder
     tasks, failure = [], None
     for spec in plan.tasks:
-        task = load_task(spec, folder if spec.needs_tokenizer else None)
         try:
+            task = load_task(spec, folder if spec.needs_tokenizer else None)
             check_documents(task, cell.scoring.limit)
         except DataError as error:
             failure = failure or error
-            _note_failure(result, task.name, error)
+            _note_failure(result, spec.name, error)
             continue
         tasks.append(task)
     if failure is not None and not tasks:
