@@ -48,6 +48,7 @@ BUDGETS = {
     "budget-smollm2": "SmolLM2-135M-Instruct", "budget-gemma3": "Gemma 3 270M",
     "budget-softmax": "27M, softmax", "budget-softpick": "27M, softpick",
     "budget-smollm2-head": "SmolLM2-135M-Instruct, embeddings and LM head (one matrix) too",
+    "budget-smollm2-llamacpp": "SmolLM2-135M-Instruct beside llama.cpp’s mixes",
     "budget-smollm2-peers": "SmolLM2-135M-Instruct beside AutoRound’s own search",
 }  # fmt: skip
 REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
