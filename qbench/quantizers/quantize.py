@@ -303,7 +303,8 @@ def _quantize_weights(
         quantize_layer = partial(_quantize_layer, functions, model, layers)
         one_thread = torch.set_num_threads, (1,)
         with ThreadPoolExecutor(CORES, "layer", *one_thread) as pool:
-            several = pool.map if model.device.type == "cpu" else map
+            at_once = model.device.type == "cpu" and stream_of(model) is None
+            several = pool.map if at_once else map
             for done, made in enumerate(
                 several(quantize_layer, *zip(*chosen.items(), strict=True))
             ):

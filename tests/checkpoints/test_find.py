@@ -9,7 +9,7 @@ from checkpoints.folders import CONFIG, write
 
 from qbench.checkpoints import find
 from qbench.checkpoints.fla import llama_settings
-from qbench.checkpoints.tokenizer import load_tokenizer
+from qbench.checkpoints.tokenizer import load_tokenizer, tokenizer_difference
 from qbench.errors import CheckpointError
 
 
@@ -152,3 +152,13 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path, change):
     with pytest.raises(CheckpointError, match="no usable tokenizer") as error:
         load_tokenizer(checkpoint)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_how_a_tokenizer_writes_what_cuts_nothing_is_no_difference(tmp_path):
+    """As libraries that saved it at other times do; no word or merge differs."""
+    first, second = write(tmp_path / "a"), write(tmp_path / "b")
+    rules = json.loads((DEMO / "tokenizer.json").read_text())
+    rules["model"] |= {"continuing_subword_prefix": "", "fuse_unk": True}
+    (first / "tokenizer.json").write_text((DEMO / "tokenizer.json").read_text())
+    (second / "tokenizer.json").write_text(json.dumps(rules))
+    assert tokenizer_difference(find(str(second)), find(str(first))) is None
