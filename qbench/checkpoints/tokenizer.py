@@ -51,9 +51,7 @@ def tokenizer_difference(checkpoint: Checkpoint, other: Checkpoint) -> str | Non
     None if neither differs."""
     first, second = load_tokenizer(checkpoint), load_tokenizer(other)
     if first.is_fast and second.is_fast:
-        models = (
-            json.loads(each.backend_tokenizer.to_str())["model"] for each in (first, second)
-        )
+        models = (json.loads(each.backend_tokenizer.to_str())["model"] for each in (first, second))
         words, others = ((model.get("vocab"), model.get("merges")) for model in models)
         if words != others:
             return f"has other words or merges than {other.source}'s"

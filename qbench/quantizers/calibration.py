@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -376,13 +376,17 @@ def _pause(number: int, _: nn.Module, arguments: tuple) -> None:
 
 def _hessian(inputs: Sequence[Tensor], at_once: int) -> Tensor | None:
     """Return 2/n Σ xᵀ x over the n tokens of all ``inputs`` [tokens, in], added in their order;
-    None if there are none. ``at_once`` products are computed at a time."""
+    None if there are none. ``at_once`` products are computed at a time, and no more are held."""
     total, tokens = None, sum(map(len, inputs))
     threads = torch.set_num_threads, (torch.get_num_threads(),)
+    running: deque[Future[Tensor]] = deque()
     with _exact_products(*inputs[:1]), ThreadPoolExecutor(at_once, "product", *threads) as pool:
-        for start in range(0, len(inputs), 4 * at_once):  # so many are held at most
-            for product in pool.map(_product, inputs[start : start + 4 * at_once]):
+        for number in range(len(inputs) + at_once):
+            if number >= at_once and running:
+                product = running.popleft().result()
                 total = product if total is None else total.add_(product)
+            if number < len(inputs):
+                running.append(pool.submit(_product, inputs[number]))
     return total.mul_(2 / tokens) if tokens else None
 
 
