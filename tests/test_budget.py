@@ -268,10 +268,11 @@ def test_head_and_embeddings_have_choices_and_count_in_the_budget(tmp_path):
     [
         ((), "name a budget: --bits 3.5, or --gib 4"),
         (("--bits", "3.5,x"), "--bits 'x': write numbers above 0, such as 2.75,3.5"),
-        (("--bits", 1.5), r"--bits 1.5: the smallest choice takes 2.188 bits per weight; "
-                          "give a budget from 2.188 to less than 16"),
-        (("--bits", 17), "give a budget from 2.1.* to less than 16"),
-        (("--gib", 1e-5), "the smallest choice takes 2.188 bits"),
+        (("--bits", 1.5), "a budget of 1.5 bits per weight, 0.0.* GiB: the smallest choice takes "
+                          "2.188, 0.0.* GiB; give from 2.188 to less than 16 bits"),
+        (("--bits", 17), "give from 2.1.* to less than 16"),
+        (("--gib", 1e-5), ", 1e-05 GiB: the smallest choice takes 2.188"),
+        (("--bits", 3, "--peers", "nope"), "^unknown quantizer 'nope'"),
         (("--bits", 3, "--texts", 12), "--texts 12: the calibration text has 12 windows"),
         (("--bits", 3, "--methods", "kv4"), "--methods kv4: name methods that quantize weights"),
         (("--bits", 3, "--include", "head"), "--include head: there is lm_head, embeddings"),

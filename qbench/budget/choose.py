@@ -121,8 +121,9 @@ def require_budgets(
     for bits in budgets:
         if not least <= bits < UNQUANTIZED_BITS:
             raise RecipeError(
-                f"--bits {bits:.4g}: the smallest choice takes {least:.4g} bits per weight; give a "
-                f"budget from {np.ceil(1000 * least) / 1000:g} to less than {UNQUANTIZED_BITS:g}"
+                f"a budget of {bits:.4g} bits per weight, {sizes.gib(bits):.3g} GiB: the smallest "
+                f"choice takes {least:.4g}, {sizes.gib(least):.3g} GiB; give from "
+                f"{np.ceil(1000 * least) / 1000:g} to less than {UNQUANTIZED_BITS:g} bits"
             )
     return least
 

@@ -21,7 +21,7 @@ from qbench.files import cache_folder, require_folder
 from qbench.machine import terminal
 from qbench.plan import Plan, find_calibration
 from qbench.quantizers.config import UNQUANTIZED
-from qbench.quantizers.registry import split_commas
+from qbench.quantizers.registry import config_of, split_commas
 from qbench.quantizers.texts import CalibrationText
 from qbench.recipe import Overrides, Recipe, absolute, save
 from qbench.runner.progress import Display
@@ -80,6 +80,8 @@ def budget(
     if unknown := set(included) - {"lm_head", "embeddings"}:
         raise RecipeError(f"--include {', '.join(sorted(unknown))}: there is lm_head, embeddings")
     choices, peer_entries = expand(split_commas(methods)), split_commas(peers or "")
+    for peer in peer_entries:
+        config_of(peer)  # raises for an unknown one
     peer_entries += [
         {"name": "checkpoint", "path": absolute(Path.cwd(), source, hub=True), "label": label}
         for label, source in overrides.quantized.items()

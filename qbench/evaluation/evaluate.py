@@ -563,13 +563,24 @@ def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> N
     task.set_fewshot_seed(seed=settings.fewshot_seed)
     chat: dict[str, Any] = asdict(settings.chat) if settings.chat else {}
     if settings.chat and settings.chat.apply_chat_template:
-        renderer = model.hflm if hasattr(model, "hflm") else model.model
-        _require_system_role(renderer, task, settings.chat.system_instruction)
-        chat["chat_template"] = renderer.apply_chat_template
+        render = functools.partial(_render, model.hflm if hasattr(model, "hflm") else model.model)
+        _require_system_role(render, task, settings.chat.system_instruction)
+        chat["chat_template"] = render
     task.build_all_requests(limit=settings.limit, rank=0, world_size=1, **chat)
 
 
-def _require_system_role(renderer: Any, task: Any, instruction: str | None) -> None:
+def _render(model: Any, turns: list[dict[str, str]], **options: Any) -> str:
+    """Return ``turns`` as text by the chat template. Raises EvaluationError if it cannot."""
+    try:
+        return model.apply_chat_template(turns, **options)
+    except Exception as error:  # whatever a template raises
+        raise EvaluationError(
+            f"the checkpoint's chat template cannot render a prompt: {first_line(error)}; mend it, "
+            "or leave evaluation.apply_chat_template out"
+        ) from error
+
+
+def _require_system_role(render: Callable[..., str], task: Any, instruction: str | None) -> None:
     """Raises EvaluationError if the template has no place for a system instruction or the task's
     description, which lm-eval would leave out with a warning."""
     name, text, remedy = "evaluation.system_instruction", instruction, "leave it out"
@@ -581,7 +592,7 @@ def _require_system_role(renderer: Any, task: Any, instruction: str | None) -> N
         remedy = "put it into the task's doc_to_text"
     text = str(text or "").strip()
     turns = [{"role": "system", "content": text}, {"role": "user", "content": "?"}]
-    if text and text not in renderer.apply_chat_template(turns):
+    if text and text not in render(turns):
         raise EvaluationError(f"{name}: the model's chat template has no system role; {remedy}")
 
 

@@ -225,6 +225,15 @@ def test_conversations_are_those_of_simple_evaluate_to_the_bit(folder, name, mul
         assert whole.count("[assistant]") == (6 if multiturn else 1)
 
 
+def test_a_template_that_cannot_be_rendered_is_said_with_its_remedy(folder):
+    model = scorer(llama(), "exact", max_length=900)
+    model.hflm.tokenizer.chat_template = "{{ x"
+    chat = settings("exact", max_length=900, chat=Chat(apply_chat_template=True))
+    with pytest.raises(EvaluationError, match="chat template cannot render a prompt: unexpected"):
+        evaluate(model, loaded(folder, "word"), chat)
+    load_task.cache_clear()
+
+
 def test_a_template_without_a_system_role_takes_no_instruction_or_description(folder):
     chat = Chat(apply_chat_template=True, system_instruction="Be brief.")
     model = scorer(llama(), "exact", max_length=900)
