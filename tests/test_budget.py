@@ -231,6 +231,15 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     assert len(calls) == before
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_a_peer_may_be_the_best_uniform_column(tmp_path):
+    options = ("--methods", "bnb-4bit,rtn-2bit", "--bits", 5, "--peers", "bnb-4bit", "--length", 16)
+    assert qbench("budget", *OPTIONS, *options, "--out", tmp_path) == 0
+    results = json.loads((tmp_path / "budget.json").read_text())
+    assert results["certificates"][0]["other"] == "bnb-4bit"
+    assert [each["other"] for each in results["peers"]] == ["bnb-4bit"]
+
+
 @pytest.mark.slow  # ten seconds; test_mixed has the cells
 @pytest.mark.usefixtures("own_cache")
 def test_head_and_embeddings_have_choices_and_count_in_the_budget(tmp_path):

@@ -23,7 +23,7 @@ from qbench.plan import Plan, find_calibration
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.registry import config_of, split_commas
 from qbench.quantizers.texts import CalibrationText
-from qbench.recipe import Overrides, Recipe, absolute, save
+from qbench.recipe import Overrides, Recipe, absolute, label_of, save
 from qbench.runner.progress import Display
 
 
@@ -113,15 +113,16 @@ def budget(
             source=source, windows=texts, length=min(length, source.length), include=included,
             cache=cache_folder(), progress=display,
         )  # fmt: skip
-    plan = planned(folder / "recipe.yaml", [*entries, *peer_entries])
+    further = [peer for peer in peer_entries if {"name": peer, "label": peer} not in entries]
+    planned(folder / "recipe.yaml", [*entries, *further])  # a peer may be the uniform column
     show_written([folder / "recipe.yaml"])
     ended = 0
     try:
         run(recipe=folder / "recipe.yaml", overrides=Overrides(), out=folder, device=device)
     except typer.Exit as exit:
         ended = exit.exit_code
-    labels = [cell.label for cell in plan.cells]
-    lines, paths = report(folder, results, labels[len(labels) - len(peer_entries) :])
+    labels = [label_of(peer) if isinstance(peer, str) else peer["label"] for peer in peer_entries]
+    lines, paths = report(folder, results, labels)
     for line in lines:
         typer.echo(line)
     show_written(paths)
