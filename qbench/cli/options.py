@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from qbench.errors import OutputError
+from qbench.errors import OutputError, RecipeError
 from qbench.files import require_writable
 from qbench.plugins import load_file
 from qbench.recipe import Overrides
@@ -83,7 +83,7 @@ class CommandGroup(typer.Typer):
                 if chosen:  # plug-ins were loaded while the options were read
                     given = {FIELDS.get(name, name): values.pop(name) for name in chosen}
                     del given["plugin"]
-                    values["overrides"] = Overrides(**given)
+                    values["overrides"] = _overrides(given)
                 command(**values)
 
             # what typer reads
@@ -93,6 +93,16 @@ class CommandGroup(typer.Typer):
             return command
 
         return register
+
+
+def _overrides(given: dict[str, Any]) -> Overrides:
+    """Return the values of options by field. Raises RecipeError, with the option's name."""
+    try:
+        return Overrides(**given)
+    except RecipeError as error:
+        field, _, why = str(error).partition(": ")
+        option = next((name for name, each in FIELDS.items() if each == field), field)
+        raise RecipeError(f"--{option.replace('_', '-')}: {why}") from None
 
 
 def _with_help(parameter: inspect.Parameter, help: str | None) -> Any:
