@@ -218,7 +218,7 @@ def draw(results: Mapping[str, Any]) -> Figure:
         top.plot(x, y, style, color=colour, label=label)
     top.set(xlabel="bits per weight", ylabel="KL (nats per token)", yscale="log")
     top.grid(visible=True)
-    top.legend()
+    top.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above, where no point lies
     for (axes,), mix in zip(charts, mixes, strict=True):
         rows = alike(mix["layers"])
         alone = [f"; {n} {mix['layers'][n][1]:.2f}" for n in rows if "*" not in n]
