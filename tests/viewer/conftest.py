@@ -4,9 +4,9 @@ import pytest
 from hostile_results import Running, fill
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def few_rounds():
-    """Of 10,000 rounds of each bootstrap: pages look the same."""
+    """Of 10,000 rounds of each bootstrap: pages look the same. Other folders' tests keep 10,000."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qbench.statistics.intervals.ROUNDS", 500)
         yield
