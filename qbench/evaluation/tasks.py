@@ -511,9 +511,9 @@ def plan_task(
         label += f" [{', '.join(others)}]"
     pool = fewshot_split(config)
     if pool is not None and pool == evaluation_split(config):
-        # lm-eval leaves the document out of the draw only if the stated split is the test split
-        stated = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
-        if stated != config.get("test_split"):
+        # lm-eval leaves the document out of the draw only if the definition names the test split
+        named = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
+        if named != config.get("test_split"):
             label += " (examples may be the document itself)"
     generation, max_gen_toks = config.get("generation_kwargs") or {}, MAX_GEN_TOKS
     for key in LIMIT_KEYS:

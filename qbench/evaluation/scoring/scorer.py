@@ -386,8 +386,8 @@ class Scorer(LM):
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
-            asked = [requests[i] for i in new]
-            scores = self._score(self._reference, asked, windows, Counts())
+            added = [requests[i] for i in new]
+            scores = self._score(self._reference, added, windows, Counts())
             exact |= dict(zip(new, scores, strict=True))
             sample, off = compare(
                 task,
