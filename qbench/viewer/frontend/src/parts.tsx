@@ -145,6 +145,8 @@ export function Grid({ rows, columns, height = 640, sort, onSort, ...titled }: T
       columns: definitions, layout: "fitColumns", height: scrolls ? height : undefined,
       initialSort: definitions.some((column) => column.field === by) ? [{ column: by, dir: way === "desc" ? "desc" : "asc" }] : [],
       placeholder: "No rows.",
+      // a virtual table is drawn anew when it comes into sight, and a click at that moment is lost
+      renderVertical: scrolls ? "virtual" : "basic",
     });
     let ready = false;
     const look = () => {
