@@ -267,11 +267,12 @@ def test_a_chart_is_one_stop_of_the_keyboard_and_arrows_go_from_point_to_point(o
 
 def test_a_row_opens_where_it_is_clicked(opened, page):
     row = page.locator(".tabulator-row", has_text="softmax/bf16")
-    drawn = row.element_handle()
-    row.scroll_into_view_if_needed()
+    cell = row.locator(".tabulator-cell").last
+    drawn = cell.element_handle()
+    cell.scroll_into_view_if_needed()
     page.wait_for_timeout(300)
-    assert drawn.evaluate("row => row.isConnected")  # a row drawn anew would lose a click
-    row.locator(".tabulator-cell").last.click()
+    assert drawn.evaluate("node => node.isConnected")  # a cell drawn anew would lose a click
+    cell.click()
     page.wait_for_selector("h2:has-text('What ran')")
 
 
