@@ -156,10 +156,11 @@ def checksum_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.digest")
 
 
-def verify_tensors(path: Path) -> dict[str, Any]:
-    """Read the whole file that ``write_tensors`` wrote and return its ``about``. Raises OSError or
-    ValueError if it is missing or not what was written."""
-    if checksum_file(path).read_text().strip() != digest_of_parts(path):
+def verify_tensors(path: Path, payload: bytes | None = None) -> dict[str, Any]:
+    """Read the whole file that ``write_tensors`` wrote and return its ``about``. ``payload``: its
+    content, if it was read already. Raises OSError or ValueError if it is missing or not what was
+    written."""
+    if checksum_file(path).read_text().strip() != digest_of_parts(payload or path):
         raise ValueError("its digest differs from the stated one")
     try:
         with safe_open(path, framework="numpy") as file:

@@ -104,11 +104,11 @@ class Artifact:
         """
         if not self.path.exists():
             return None
-        about = verify_tensors(self.path)
-        if about["key"] != self.key:
-            raise ValueError("another key")
         # Not mapped: a mapped file could change, or end, under a running model.
         payload = self.path.read_bytes()
+        about = verify_tensors(self.path, payload)
+        if about["key"] != self.key:
+            raise ValueError("another key")
         return {name: tensor.to(device) for name, tensor in load(payload).items()}, about["note"]
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:

@@ -85,6 +85,15 @@ def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(tmp_path, monkeypatc
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_an_artifact_is_read_once_for_its_digest_and_its_tensors(tmp_path, monkeypatch):
+    chosen = settings("rtn-4bit")
+    first = make(chosen, tmp_path)
+    monkeypatch.setattr(os, "pread", None)  # reads files part by part, for a digest alone
+    second, detail = make_with_detail(chosen, tmp_path)
+    assert detail.startswith("artifact reused")
+    assert torch.equal(logits(first), logits(second))
+
+
 def flip_a_byte(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
