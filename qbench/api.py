@@ -3,9 +3,8 @@
 ``evaluate`` quantizes and scores a model, and is all that most need. ``Recipe.load`` reads a recipe
 and ``plan`` finds its cells. ``run`` makes their records, ``compare`` compares them, and ``tables``
 shows the result. ``load_records`` gives every score as a row of a pandas table, ``load_answers``
-every token of the answers. ``attend`` sets the
-attention of your own model. Everything else may change without notice. Importing
-this imports no torch.
+every token of the answers. ``attend`` sets the attention of your own model. Everything else may
+change without notice. Importing this imports no torch.
 """
 
 from __future__ import annotations

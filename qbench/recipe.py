@@ -99,9 +99,9 @@ def bundled_recipes() -> Path:
 
 
 def read_yaml(path: Path) -> Source:
-    """Read a recipe's YAML. If nothing is there and qbench comes with a recipe of that path, such
-    as recipes/demo.yaml, read that one and say so on standard error. Raises RecipeError, with the
-    line, for what is no mapping."""
+    """Read the YAML of the recipe ``path``. If there is no such file and qbench comes with a recipe
+    of that path, such as recipes/demo.yaml, read that and print so on standard error. Raises
+    RecipeError, with the line, for text that is not a YAML mapping."""
     if path.parts[:1] == ("recipes",) and not os.path.lexists(path):
         bundled = bundled_recipes().joinpath(*path.parts[1:])
         if bundled.is_file():
@@ -138,7 +138,8 @@ def read_yaml(path: Path) -> Source:
 
 
 def require_no_removed(source: Source) -> None:
-    """Raise RecipeError for keys of earlier versions, with what took their place."""
+    """Raise RecipeError if the recipe has keys of earlier versions, naming what took their
+    place."""
     keys = {
         location: ".".join(part for part in location if isinstance(part, str))
         for location in source.lines
@@ -152,8 +153,8 @@ def require_no_removed(source: Source) -> None:
 
 
 def problem_lines(source: Source, error: ValidationError, kind: type) -> list[str]:
-    """Return one line per problem of ``error``, with its place in the recipe's file. ``kind`` is
-    the recipe's class."""
+    """Return one line per problem of ``error``: file, line, key and message. ``kind`` is the
+    recipe's class."""
     lines = []
     within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
     for problem in error.errors():
@@ -193,15 +194,15 @@ def _known_keys(kind: Any, location: Location) -> str:
 
 
 def _mapping(annotation: Any) -> Any:
-    """Return the first class with keys in a type hint; None if it has none."""
+    """Return the first class with fields in a type hint; None if it has none."""
     if hasattr(annotation, "__pydantic_fields__"):
         return annotation
     return next(filter(None, map(_mapping, get_args(annotation))), None)
 
 
 def _lines(path: Path, node: Node, location: Location) -> Iterator[tuple[Location, int]]:
-    """Yield the location and the line of every value below ``node``; of an alias, that of its
-    anchor. Raises RecipeError for a key that no recipe has."""
+    """Yield (location, line) of every key and list item below ``node``; for an alias the line of
+    its anchor. Raises RecipeError for a key that is not text."""
     if isinstance(node, SequenceNode):
         for number, part in enumerate(node.value):
             yield (*location, number), part.start_mark.line + 1
@@ -253,8 +254,8 @@ Folder = Annotated[Path, AfterValidator(_is_folder)]
 
 
 def _short(key: str, short: type = str) -> BeforeValidator:
-    """Return a validator that turns a value of the type ``short`` into a mapping with ``key``
-    alone."""
+    """Return a validator that turns a value of the type ``short`` into the mapping {``key``:
+    value}."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, short) else value)
 
 
@@ -277,7 +278,7 @@ def problem(location: Location, message: str) -> ValidationError:
 
 
 class CheckpointSource(Strict):
-    """The source of a checkpoint."""
+    """Says where a checkpoint is, and which attention function it was trained with."""
 
     path: Text
     """A folder, or a hub id."""
@@ -400,6 +401,7 @@ class Task(Strict):
     @model_validator(mode="before")
     @classmethod
     def _with_file(cls, values: Any) -> Any:
+        """Read ``piqa:FILE`` as the task piqa with this data file."""
         name = values.get("name") if isinstance(values, dict) else None
         if not isinstance(name, str) or ":" not in name:
             return values
@@ -450,8 +452,8 @@ def is_prompt_file(prompts: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizerEntry:
-    """A quantizer of a recipe under its label, which is unique there. ``calibration_seed`` takes
-    the place of the calibration text's seed."""
+    """A quantizer of a recipe and its unique label. ``calibration_seed`` replaces the calibration
+    text's seed."""
 
     label: str
     quantization: InstanceOf[QuantizationConfig]
@@ -514,7 +516,7 @@ class Recipe(Strict):
     @field_validator("plugins")
     @classmethod
     def _load(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        """Load the plug-ins before the other keys, which may name what they register. Raises
+        """Load the plug-ins first, since other keys may name what they register. Raises
         RecipeError."""
         source = info.context or Source(FROM_OPTIONS, {}, {})
         for number, path in enumerate(value):
@@ -527,6 +529,7 @@ class Recipe(Strict):
     )
     @classmethod
     def _parse_quantizers(cls, value: Any, _: Any, info: ValidationInfo) -> Any:
+        """Turn the entries of ``quantizers`` into QuantizerEntry objects."""
         if not value:
             raise ValueError("must be a list, such as [bf16, gptq-4bit]")
         dtype = info.data.get("compute_dtype") or unquantized_dtype(value)
@@ -534,6 +537,8 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
+        """Refuse labels and tasks that are listed twice, missing calibration text, and copies
+        without a path beside other quantizers."""
         if not self.tasks and self.answers is None:
             raise problem(("tasks",), "name at least one task, or prompts for answers")
         labels = [column.label for column in self.quantizers]
@@ -563,16 +568,20 @@ class Recipe(Strict):
 
     @property
     def without_baseline(self) -> bool:
-        """Return whether the checkpoints are quantized already, and scored without originals."""
+        """Return whether the checkpoints themselves are quantized, so that there is no unquantized
+        model to compare with."""
         return any(_as_it_is(column) for column in self.quantizers)
 
 
 def _as_it_is(column: QuantizerEntry) -> bool:
+    """Return whether a quantizer entry scores a quantized checkpoint as it was published."""
     weights = column.quantization.weights
     return isinstance(weights, Published) and weights.path is None
 
 
 def _column(index: int, entry: Any, compute_dtype: str) -> QuantizerEntry:
+    """Return the quantizer entry for item ``index`` of ``quantizers``: a name, or a mapping with
+    options. Raises ValidationError for unknown names and options."""
     if not isinstance(entry, str | dict):
         raise problem((index,), f"a quantizer is a name, or {{name: …}}, not {shown(entry)}")
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
@@ -594,14 +603,14 @@ def _column(index: int, entry: Any, compute_dtype: str) -> QuantizerEntry:
 
 
 def label_of(quantizer: str) -> str:
-    """Return the label of a quantizer without one: its text, with ``-`` for characters that a label
-    cannot have, as in ``gptq-4bit-group_size-64``."""
+    """Return the default label of ``quantizer``: its text with ``-`` in place of characters that a
+    label cannot have, such as ``gptq-4bit-group_size-64``."""
     return re.sub(r"[^\w.+-]+", "-", quantizer, flags=re.ASCII).strip("-")
 
 
 def added_column(recipe: Recipe, given: Overrides) -> str:
-    """Return the line that says which unquantized column a recipe of options alone was given; "" if
-    ``given`` names one."""
+    """Return the line that says which unquantized column was added to a recipe of options alone; ""
+    if none was."""
     if len(recipe.quantizers) <= len(given.quantizers or ()) + len(given.quantized):
         return ""
     names = (
@@ -614,7 +623,7 @@ def added_column(recipe: Recipe, given: Overrides) -> str:
 
 
 def _names(value: Any) -> Any:
-    """Return the names of a text with commas between them."""
+    """Return ``"a,b"`` as ("a", "b"); other values as they are."""
     if not isinstance(value, str):
         return value
     if not (names := split_commas(value)):
@@ -623,7 +632,8 @@ def _names(value: Any) -> Any:
 
 
 def _sources(value: Any) -> Any:
-    """Return texts ``NAME=SOURCE`` as a mapping."""
+    """Return a list of texts ``NAME=SOURCE`` as a mapping from name to source; other values as they
+    are."""
     if not isinstance(value, list):
         return value
     sources: dict[str, str] = {}
@@ -643,7 +653,7 @@ Names = Annotated[tuple[str, ...] | None, BeforeValidator(_names)]
 
 def _replaces(place: str, **option: Any) -> Any:
     """Return a field of Overrides that replaces the recipe's key ``place``, such as
-    "evaluation.limit", and has its help; ``option`` as for ``_option``."""
+    "evaluation.limit", and takes its help from there. ``option``: see ``_option``."""
     kind: Any = Recipe
     *parts, key = place.split(".")
     for part in parts:
@@ -653,15 +663,15 @@ def _replaces(place: str, **option: Any) -> Any:
 
 
 def _option(default: Any, **option: Any) -> Any:
-    """Return a field of Overrides that replaces more than one key; ``option`` are settings of its
-    option on the command line, and its ``type`` if that is not the field's."""
+    """Return a field of Overrides that replaces more than one key. ``option``: settings of its
+    command-line option, and its ``type`` if that differs from the field's."""
     return Field(default, json_schema_extra={"place": "", "option": option})
 
 
 class Overrides(Strict):
-    """Holds values that replace parts of a recipe, from the command line or a caller; None, or no
-    entry, keeps the recipe's. Paths are relative to the working folder. The fields' texts are the
-    help of the options."""
+    """Holds values from the command line or a caller that replace parts of a recipe; None, or an
+    empty mapping, keeps the recipe's. Paths are relative to the working folder. The fields' texts
+    are the help of the options."""
 
     checkpoints: Sources = _option({}, type=list[str], metavar="NAME=SOURCE")
     """Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without a recipe: the
@@ -694,7 +704,7 @@ class Overrides(Strict):
     stream: bool | None = _replaces("evaluation.stream", flag="--stream/--no-stream")
 
     def __init__(self, **values: Any) -> None:
-        """Raises RecipeError for values of other types."""
+        """Check the values. Raises RecipeError for values of other types."""
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -719,8 +729,9 @@ def save(
 
 
 def _source(path: Path | None, changed: Overrides) -> Source:
-    """Return the values of the recipe ``path`` with the changes ``changed``; without a path, of the
-    changes alone. Raises RecipeError if these do not say what to run."""
+    """Return the values of the recipe ``path`` changed by ``changed``; without a path, a recipe
+    made of ``changed`` alone. Raises RecipeError if checkpoints, quantizers or tasks are
+    missing."""
     here = Path.cwd()
     checkpoints, copies = (
         {name: absolute(here, str(source), hub=True) for name, source in sources.items()}
@@ -766,8 +777,9 @@ def _source(path: Path | None, changed: Overrides) -> Source:
 
 
 def _read(path: Path) -> Source:
-    """Return the values of the recipe ``path``, with absolute paths. Raises RecipeError for keys of
-    another type, as options replace parts of them."""
+    """Return the values of the recipe ``path``, with absolute paths. Raises RecipeError if
+    ``checkpoints``, ``quantizers``, ``tasks`` or ``plugins`` is not a mapping or list as it must
+    be."""
     source = read_yaml(path)
     values, folder = source.values, Path(os.path.realpath(source.path)).parent
     for what in [what for what, value in values.items() if value is None]:
@@ -795,8 +807,8 @@ def _read(path: Path) -> Source:
 
 
 def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
-    """Return ``entry`` with absolute paths: a path, a mapping with the key ``path`` (a path, or one
-    per checkpoint), or a list of these."""
+    """Return ``entry`` with absolute paths. It is a path, a mapping whose ``path`` is a path or one
+    path per checkpoint, or a list of these. ``hub``: hub ids stay as they are."""
     if isinstance(entry, list):
         return [_located(folder, part, hub=hub) for part in entry]
     if not isinstance(entry, dict):
@@ -808,7 +820,8 @@ def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
 
 
 def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
-    """Return ``path`` made absolute from ``folder``; with ``hub`` an id of the hub is kept."""
+    """Return ``path``, relative to ``folder``, as an absolute path; with ``hub`` a hub id stays as
+    it is, and so does what is not text."""
     if not isinstance(path, str) or path.startswith(HUB_FILE):
         return path
     full = os.path.abspath(folder / os.path.expanduser(path))
@@ -817,7 +830,8 @@ def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
 
 
 def _one_off(changed: Overrides) -> Source:
-    """Return the values of a recipe of options alone. Raises RecipeError for missing options."""
+    """Return a recipe with the name and the checkpoints of ``changed``, to which the other options
+    are added. Raises RecipeError naming missing options."""
     names = changed.checkpoints or changed.quantized
     given = {
         "--checkpoint NAME=FOLDER_OR_HUB_ID": names,
@@ -833,8 +847,8 @@ def _one_off(changed: Overrides) -> Source:
 
 
 def _add_unquantized(source: Source) -> None:
-    """Add an unquantized column, which damage is measured against, if there is none. It has the
-    dtype that the first quantizer computes in."""
+    """Add an unquantized column, which damage is measured against, if there is none, in the dtype
+    that the first quantizer computes in."""
     entries = source.values["quantizers"]
     dtype = source.values.get("compute_dtype", "bfloat16")
     with suppress(ValidationError):  # what is wrong is said when the recipe is checked
@@ -845,7 +859,7 @@ def _add_unquantized(source: Source) -> None:
 
 
 def _named(entries: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
-    """Return an entry per name: that of the recipe's list ``entries`` whose ``key`` or name it is,
+    """Return one entry per name of ``names``: the recipe's entry with that ``key`` or ``name``,
     else the name itself."""
     by_name: dict[str, Any] = {}
     for entry in entries:
@@ -864,8 +878,8 @@ def _named(entries: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
 
 
 def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
-    """Replace the paths of checkpoints, and drop their revisions. Raises RecipeError for a name
-    that the recipe does not have."""
+    """Replace the paths of the checkpoints named in ``sources``, and drop their revisions. Raises
+    RecipeError for a name that the recipe does not have."""
     declared = source.values.get("checkpoints", {})
     for name, path in sources.items():
         if name not in declared:
@@ -880,7 +894,8 @@ def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
 
 
 def _replace_dtype(source: Source, dtype: str) -> None:
-    """Set the dtype of all quantizers. Unquantized ones become that of this dtype; labels stay."""
+    """Set the dtype of all quantizers. Unquantized columns become the column of this dtype; other
+    labels stay."""
     source.values["compute_dtype"] = dtype
     unquantized = UNQUANTIZED.get(dtype, dtype)
     changed: list[Any] = []
@@ -894,7 +909,8 @@ def _replace_dtype(source: Source, dtype: str) -> None:
 
 
 def _in_dtype(entry: Any, unquantized: str) -> Any:
-    """Return a quantizer's entry without its own dtype; of an unquantized one, ``unquantized``."""
+    """Return a quantizer's entry without its dtype; an unquantized one as ``unquantized``, such as
+    bf16."""
     if isinstance(entry, dict):
         entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}
         for key in {"name", "label"} & entry.keys():
@@ -938,7 +954,8 @@ def _group_checkpoints(source: Source) -> None:
 
 
 def _members(entry: Any) -> list[Any] | None:
-    """Return the trainings that an entry of checkpoints gives; None for a single checkpoint."""
+    """Return the trainings that one entry of ``checkpoints`` lists or matches with ``*``; None for
+    a single checkpoint."""
     if isinstance(entry, list):
         return entry
     path = entry.get("path") if isinstance(entry, dict) else entry

@@ -27,7 +27,8 @@ SAVE_EVERY = 20.0  # seconds between two records of an unfinished sensitivity
 
 
 def compute(work: AnalysisResult) -> None:
-    """Do the analysis that ``work`` names, and put what was measured into ``work``."""
+    """Analyze the cell of ``work``, a sensitivity if that is the kind of its folder, and store the
+    measurements in ``work``."""
     (_sensitivity if work.analyses.kind is Sensitivity else _measure)(work)
 
 

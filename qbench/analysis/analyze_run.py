@@ -72,6 +72,8 @@ def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tu
 
 
 def _cells(chosen_cells: tuple[Cell, ...], key_parts: dict[str, Any]) -> tuple[Cell, ...]:
+    """Return cells whose key covers what the model computes, the analysis code and
+    ``key_parts``."""
     code = digest_of([Path(__file__).parent])
     cells = []
     for cell in chosen_cells:
@@ -97,13 +99,14 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
 
 
 def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisManifest:
+    """Return the manifest of an analysis of ``cells``."""
     return AnalysisManifest(
         name=plan.recipe.name, cells=tuple(map(_place, cells)), replicates=plan.recipe.replicates
     )
 
 
 def put_sensitivity_grid(out: Analyses[Sensitivity], cells: Sequence[Cell], name: str) -> None:
-    """Write the list of ``cells``, together with the other cells of earlier commands."""
+    """Write the manifest: ``cells``, after the other cells of earlier commands."""
     fresh = [_place(cell) for cell in cells]
     before = out.manifest_before()
     earlier = before.cells if before else ()
@@ -117,7 +120,7 @@ def _place(cell: Cell) -> CellKey:
 
 @dataclass(kw_only=True, slots=True)
 class AnalysisResult(CellResult):
-    """What an analysis has measured so far; it is kept if the analysis fails."""
+    """Collects the measurements of one cell; they are kept if the analysis fails."""
 
     analyses: Analyses
     settings: AnalysisSettings

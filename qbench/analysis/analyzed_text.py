@@ -73,7 +73,7 @@ class AnalysisSettings:
 
     @property
     def batch(self) -> int:
-        """Return the number of texts that are read at once."""
+        """Return how many texts are read in one forward pass."""
         return max(1, BATCH_TOKENS[self.device] // self.length)
 
     def key_parts(self) -> dict[str, Any]:

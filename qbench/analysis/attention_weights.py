@@ -121,9 +121,9 @@ def output_ratios(output: Tensor) -> Tensor:
 
 
 def measures(weights: dict[str, Tensor], output: Tensor, *, stretch: int) -> dict[str, Tensor]:
-    """Return what the ``weights`` of a layer (:func:`measure_weights`) amount to, float64, one row
-    per text: [B, H]; [B, H, POSITIONS] for attention on positions; [B, H, S] for means over each
-    ``stretch`` of queries. ``output``: see :func:`output_ratios`."""
+    """Return the measures of one layer, float64, one row per text, from the sums ``weights`` of
+    :func:`measure_weights`: [B, H]; [B, H, POSITIONS] for attention on positions; [B, H, S] for
+    means over each ``stretch`` of queries. ``output``: see :func:`output_ratios`."""
     queries = weights["columns"].shape[-1]
     result = {
         "attention": _first(column_means(weights["columns"], queries)),
@@ -142,7 +142,7 @@ def measures(weights: dict[str, Tensor], output: Tensor, *, stretch: int) -> dic
 
 
 def _first(columns: Tensor) -> Tensor:
-    """Return the first POSITIONS keys of ``columns``, filled up with 0."""
+    """Return the columns of the first POSITIONS keys, padded with 0 if there are fewer."""
     missing = max(0, POSITIONS - columns.shape[-1])
     return torch.nn.functional.pad(columns[..., :POSITIONS], (0, missing))
 
@@ -164,8 +164,8 @@ Head = tuple[int, int]  # layer and head, from 0
 
 
 def choose(measured: Measured) -> tuple[Head, ...]:
-    """Return two heads: the one with the most weight on the first key, which shows a sink if there
-    is one, and of the others the one whose queries have the largest weights."""
+    """Return two heads to draw: the one with the most weight on the first key, which shows a sink
+    if there is one, and of the others the one whose queries have the largest weights."""
     heads = {
         (layer, head): measures
         for layer, part in enumerate(measured.layers)

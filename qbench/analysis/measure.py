@@ -40,7 +40,7 @@ STRETCH = 128  # positions over which losses and weights are averaged
 
 @dataclass(kw_only=True, eq=False)
 class Pass:
-    """What a pass has measured so far."""
+    """Collects measurements during a pass over the text."""
 
     states: list[States]
     inputs: dict[str, Inputs] = field(default_factory=dict)
@@ -128,6 +128,9 @@ def _measured(
     tokenizer: PreTrainedTokenizerBase,
     linears: Sequence[str],
 ) -> Measured:
+    """Return the record of a pass that saw the texts ``ids`` [N, T]: means over texts and heads,
+    layers, massive activations, inputs of ``linears``, and bins of positions. Raises
+    EvaluationError if the loss is not finite."""
     losses = torch.cat(seen.losses).double().cpu()
     loss = losses.mean().item()
     if not math.isfinite(loss):
@@ -207,10 +210,12 @@ def _means(rows: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _rates(means: Tensor) -> dict[str, float]:
+    """Return, by threshold, the share of ``means`` above it."""
     return {str(least): (means > least).double().mean().item() for least in THRESHOLDS}
 
 
 def _heads(rows: dict[str, Tensor]) -> tuple[Head, ...]:
+    """Return the record of each head of one layer from its ``rows`` [N, H, …]."""
     heads = []
     for head in range(rows["zeros"].shape[1]):
         head_rows = {name: values[:, head : head + 1] for name, values in rows.items()}
@@ -227,6 +232,6 @@ def _heads(rows: dict[str, Tensor]) -> tuple[Head, ...]:
 
 
 def _mean(values: Tensor) -> float | None:
-    """Return the mean of the values that are not NaN; None if there are none."""
+    """Return the mean of the values that are not NaN; None if all are."""
     numbers = values[~values.isnan()]
     return numbers.mean().item() if len(numbers) else None

@@ -24,7 +24,8 @@ ROWS = 2048  # of logits at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Modules that are quantized together. ``layer``: the decoder layer that holds them."""
+    """Modules that are quantized together, with the index ``layer`` of their decoder layer; None
+    outside of them."""
 
     name: str
     layer: int | None
@@ -34,9 +35,9 @@ class Unit:
 def units(
     model: PreTrainedModel, linears: Sequence[str], *, blocks: bool, with_norms: bool = False
 ) -> list[Unit]:
-    """Return a unit for each of ``linears``, or with ``blocks`` for each decoder layer, in the
-    model's order. ``with_norms``: exchange decoder layers with their norms, which the quantized
-    linear layers depend on."""
+    """Return a unit per linear layer of ``linears``, or with ``blocks`` per decoder layer, in the
+    model's order. ``with_norms``: the units of decoder layers contain their norms too, for methods
+    that change these."""
     names = {module: name for name, module in model.named_modules()}
     prefixes = [f"{names[layer]}." for layer in decoder_layers(model)]
 
@@ -79,8 +80,8 @@ class Baseline:
     @torch.inference_mode()
     def losses(self, name: str, modules: Mapping[str, nn.Module]) -> np.ndarray:
         """Return the KL divergence and the rise of the loss of each text, float64 [2, N] in nats
-        per token, with ``modules`` in the places of the model's. ``name`` is of the whole change.
-        Raises EvaluationError if the changed model's logits are not numbers."""
+        per token, with ``modules`` in the model's places. ``name`` begins the error message. Raises
+        EvaluationError if the changed model's logits are not numbers."""
         texts = []
         with exchanged(self.model, modules):
             head = LMHead(self.model, plain=self.head.plain)  # may be one of ``modules``
@@ -103,8 +104,8 @@ class Baseline:
         return self.decoder(input_ids=tokens, use_cache=False)[0][:, :-1]
 
     def _compare(self, head: LMHead, old: Tensor, new: Tensor, targets: Tensor) -> Tensor:
-        """Return Σ p ln(p/q) of R positions and the rise of their losses, [2, R]; ``head`` is the
-        changed model's."""
+        """Return Σ p ln(p/q) and the rise of the loss at R positions, [2, R]. ``old``, ``new``: the
+        LM head's inputs [R, H]; ``head``: the changed model's."""
         products = (self.head.linear(old), head.linear(new))
         log_p, log_q = (functional.log_softmax(head.finish(x).float(), -1) for x in products)
         difference = log_p - log_q

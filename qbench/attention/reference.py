@@ -188,6 +188,7 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def upcast(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in float32, or as it is in float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

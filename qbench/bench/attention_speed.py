@@ -63,7 +63,8 @@ class Shape:
         ]
 
     def settings(self, normalizer: str, variant: str) -> dict[str, Any]:
-        """Return the keyword arguments of an attention function."""
+        """Return the keyword arguments of an attention function for ``normalizer`` and ``variant``,
+        such as causal, window and softcap."""
         parameters = given(normalizer, self.heads, sloped=variant == "ALiBi")
         settings = {"normalizer": normalizer, "parameters": parameters, "causal": True}
         return settings | VARIANTS[variant]
@@ -82,8 +83,8 @@ def random_tensor(batch: int, length: int, heads: int, head_dim: int) -> Tensor:
 
 
 def given(normalizer: str, heads: int, *, sloped: bool = False) -> dict[str, Tensor]:
-    """Return the parameters [heads] of ``normalizer`` on the GPU, another value per head; ALiBi's
-    slopes as in its paper if ``sloped``. Optional parameters are left out."""
+    """Return the parameters of ``normalizer`` on the GPU, [heads] each, another value per head;
+    with ``sloped`` also ALiBi's slopes as in its paper. Optional parameters are left out."""
     parameters = {}
     for parameter in NORMALIZERS.get(normalizer).parameters:
         if parameter is SLOPES and sloped:
@@ -247,6 +248,7 @@ def contender(name: str, shape: Shape, variant: str) -> Run:
 
 
 def _torchs(backend: Any, shape: Shape) -> Run:
+    """Return a function that runs torch's causal attention with the SDPA ``backend``."""
     grouped = shape.kv_heads != shape.heads
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -183,6 +183,7 @@ class Clocked:
         return partial(self._call, attribute) if name in ASKED else attribute
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call ``method``, add the seconds to ``seconds``, and return its result."""
         start = time.perf_counter()
         answers = method(*arguments)
         self.seconds += time.perf_counter() - start

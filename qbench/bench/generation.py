@@ -157,7 +157,7 @@ def _scorer(
 def _asked(
     scorer: Scorer, requests: Sequence[Any], answers: Sequence[str]
 ) -> tuple[list[AnswerPrompt], list[list[int]]]:
-    """Return what was asked and the answers, in tokens."""
+    """Return the prompts of ``requests`` and the token ids of ``answers``."""
     encode = scorer.hflm.tokenizer
     asked = [
         AnswerPrompt(document=document, sample=0, text="", ids=encode(request.args[0])["input_ids"],

@@ -36,8 +36,9 @@ def precise_delta(
     NORM: tl.constexpr, FLAGS: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """D = Σ p · dP of each row, in float32: for rows where dO · o, of a rounded o, is too coarse,
-    see SMALL_LSE. Nothing overflows there without a maximum; of other rows the result is void."""
+    """Return D = Σ p · dP of each row in float32, for rows where dO · o, of a rounded o, is too
+    coarse (see SMALL_LSE). Nothing overflows there without a maximum; for other rows the result is
+    void."""
     batch, head, kv_head = index
     stop_k = limits[1]
     delta = tl.zeros([BLOCK_Q], tl.float32)
@@ -74,12 +75,12 @@ def attn_bwd_dq_inner(
     NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the keys from ``begin`` to ``end`` give to the gradients of a block of queries,
-    dq [BLOCK_Q, HEAD_DIM]; and to ``dparam`` [BLOCK_Q], where the gradient of sigmoid's bias or of
-    s is asked for, those of the scores, for s times the scores without s · log n; to ``dslopes``
-    [BLOCK_Q], where that of slopes is, those of the scores times how far the key is ahead.
-    ``index``: batch row, query head and key head; ``score_mod``: what formulas.scores_of takes;
-    ``plain``: its qk_scale and slope without s · log n."""
+    """Add what the keys from ``begin`` to ``end`` give to the gradients of a block of queries, dq
+    [BLOCK_Q, HEAD_DIM]; to ``dparam`` [BLOCK_Q], if a gradient of sigmoid's bias or of s is needed:
+    the gradients of the scores, for s times the scores without s · log n; to ``dslopes`` [BLOCK_Q],
+    if slopes need one: the gradients of the scores times how far the key is ahead. ``index``: batch
+    row, query head and key head; ``score_mod``: what formulas.scores_of takes; ``plain``: its
+    qk_scale and slope without s · log n."""
     batch, head, kv_head = index
     stop_k = limits[1]
     plain_scale, plain_slope = plain
@@ -129,11 +130,11 @@ def attn_bwd_dq(
     NORM: tl.constexpr, FLAGS: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query heads, and how
-    many share a key head. ``strides``: of q, k, v, dO, output and dq; see
+    """Compute the gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query
+    heads, and how many share a key head. ``strides``: of q, k, v, dO, output and dq; see
     ``forward.attn_fwd``. ``dparam_rows`` [B, heads, seqlen_q]: what each row gives to the gradient
-    of the head's bias or s, where that is asked for; so ``dsinks_rows`` to that of its sink and
-    ``dslopes_rows`` to that of its slope."""
+    of the head's bias or s, if that is needed; ``dsinks_rows`` and ``dslopes_rows`` the same for
+    its sink and slope."""
     q_strides, k_strides, v_strides, g_strides, o_strides, dq_strides = strides
     k_tensor, v_tensor = (k_source, k_strides), (v_source, v_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
@@ -211,9 +212,9 @@ def attn_bwd_dkdv_inner(
     FAST: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries from ``begin`` to ``end`` give to the gradients of a block of keys:
-    dk [BLOCK_K, HEAD_DIM] and dv [BLOCK_K, V_HEAD_DIM]. ``score_mod``: where the sequence's keys
-    begin, and what the scores of the head are made with."""
+    """Add what the queries from ``begin`` to ``end`` give to the gradients of a block of keys: dk
+    [BLOCK_K, HEAD_DIM] and dv [BLOCK_K, V_HEAD_DIM]. ``score_mod``: where the sequence's keys
+    begin, and what formulas.scores_of takes after the positions."""
     stop_q = limits[0]
     start_k, inv_softcap, slope, s, value_row = score_mod
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
@@ -276,9 +277,9 @@ def attn_bwd_dkdv(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of BLOCK_K keys and values, over all query heads that share them.
-    ``head_counts``: key heads, and how many query heads share one. ``strides``: of q, k, v, dO, dk
-    and dv; see :func:`qbench.attention.kernels.forward.attn_fwd`."""
+    """Compute the gradients of a block of BLOCK_K keys and values, over all query heads that share
+    them. ``head_counts``: key heads, and how many query heads share one. ``strides``: of q, k, v,
+    dO, dk and dv; see :func:`qbench.attention.kernels.forward.attn_fwd`."""
     kv_heads, group = head_counts
     q_strides, k_strides, v_strides, g_strides, dk_strides, dv_strides = strides
     q_tensor, g_tensor = (q_source, q_strides), (g_source, g_strides)

@@ -25,7 +25,7 @@ class Config:
 
     @property
     def options(self) -> dict[str, int]:
-        """The arguments that every kernel's launch takes."""
+        """Return the arguments that every kernel's launch takes."""
         return {"BLOCK_K": self.block_k, "STAGES": self.num_stages, "num_warps": self.num_warps}
 
 

@@ -33,10 +33,11 @@ def attn_decode(
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a sequence, key head and split; its BLOCK_R rows are the group's heads × queries.
-    ``partial`` [sequences · kv_heads, splits, BLOCK_R, BLOCK_DV + 2] takes what each gives.
-    ``head_counts``: key heads, and how many query heads share one. ``strides``: of batch row, head
-    and row, of q, k and v each; others as in :func:`qbench.attention.kernels.forward.attn_fwd`."""
+    """Compute a partial output per sequence, key head and split, one program each; its BLOCK_R rows
+    are the group's heads × queries. The result goes to ``partial`` [sequences · kv_heads, splits,
+    BLOCK_R, BLOCK_DV + 2]. ``head_counts``: key heads, and how many query heads share one.
+    ``strides``: of batch row, head and row, of q, k and v each; others as in
+    :func:`qbench.attention.kernels.forward.attn_fwd`."""
     kv_heads, group = head_counts
     q_strides, k_strides, v_strides = strides
     k_tensor = (k_source, k_strides)
@@ -118,7 +119,7 @@ def combine(
     output, lse_out, partial, seq_bounds, sinks, head_counts, seqlen_q, seqlen_k, splits, o_strides,
     NORM: tl.constexpr, FLAGS: tl.constexpr, BLOCK_R: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits of one sequence and key head, always in the same order."""
+    """Join the splits of one sequence and key head, always in the same order."""
     kv_heads, group = head_counts
     kv_head = tl.program_id(0) % kv_heads
     batch, start_q, stop_q, _, _, _ = common.load_sequence(

@@ -352,7 +352,7 @@ def load_slope(head, slopes, FLAGS: tl.constexpr):
 
 @triton.jit
 def column(number):
-    """Return [R, 1] of a value per row; a number as it is."""
+    """Return [R, 1] for a vector of R rows; a scalar as it is."""
     if isinstance(number, tl.tensor) and len(number.shape) == 1:
         return number[:, None]
     else:

@@ -34,11 +34,11 @@ def attn_fwd_inner(
     PRECISE: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys from ``begin`` to ``end`` into the running output acc [BLOCK_Q, V_HEAD_DIM],
-    sum and maximum [BLOCK_Q], which are [BLOCK_Q, 8] with NO_MAX. ``index``: batch row, query head
-    and key head. ``limits``: see ``common.attn_mask``. ``score_mod``: what formulas.scores_of takes
-    after the positions; ``scale`` is 1 where it has been applied. ``flags``: of each CHUNK of keys,
-    set where one of the rows that are ``tiny`` has a positive score there; both may be None."""
+    """Add the keys from ``begin`` to ``end`` to the running output acc [BLOCK_Q, V_HEAD_DIM], sum
+    and maximum [BLOCK_Q], which are [BLOCK_Q, 8] with NO_MAX. ``index``: batch row, query head and
+    key head. ``limits``: see ``common.attn_mask``. ``score_mod``: what formulas.scores_of takes
+    after the positions; ``scale`` is 1 if it has been applied. ``flags``: one per CHUNK of keys,
+    set if a row that is ``tiny`` has a positive score there; both may be None."""
     batch, head, kv_head = index
     stop_k = limits[1]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):

@@ -127,6 +127,8 @@ def load_tiles(k_source, v_source, buffers, batch, kv_head, before, count):
 
 @gluon.jit
 def dq_loader(sources, fixed, buffers, fixed_full, lse_source, sizes, FLAGS: gl.constexpr):
+    """Load the queries' tiles once, then all tiles of keys and values that they need, into the
+    ring."""
     q_source, k_source, v_source, g_source = sources
     heads, group, length = sizes
     pair = gl.program_id(1)
@@ -192,11 +194,11 @@ def dq_step(
     dq, ds, s, p, dparam, dslopes, q, g, of_rows, tile, started, buffers, behind, score_mod,
     NORM: gl.constexpr, FLAGS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradients of products
+    """Add the previous tile to dq [ROWS, HEAD_DIM], and compute this tile's gradients of products
     ds [ROWS, ROWS]; ``dparam`` and ``dslopes`` [ROWS]: plus what a bias's gradient is the sum of,
-    and those of scores times how far the key is ahead, for the slopes'. PIPELINED, where there are
-    registers for it: ``s`` and ``p`` are this tile's scores and dP [ROWS, ROWS], and what returns
-    in their place the next one's, unless this is the last. ``of_rows``: their lse, D, s · log n
+    and those of scores times how far the key is ahead, for the slopes'. PIPELINED, if there are
+    registers for it: ``s`` and ``p`` are this tile's scores and dP [ROWS, ROWS], and those of the
+    next tile are returned in their place, unless this is the last. ``of_rows``: lse, D, s · log n
     [ROWS] each; ``behind``: by how much the tile's first key is behind the group's first query;
     ``score_mod``: what products are multiplied by, and before a soft cap's tanh, and the slope.
     Nothing is in flight when it ends."""
@@ -249,6 +251,7 @@ def dq_rows(
     fixed, buffers, fixed_full, rows_of, of_head, sizes, scales, strides, index,
     NORM: gl.constexpr, FLAGS: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
+    """Compute and store dq, and the parameters' gradients, of the 64 rows of one warp group."""
     k_tiles = buffers[0]
     heads, _, length = sizes
     scale, log2_scale, inv_softcap = scales
@@ -393,6 +396,8 @@ def hopper_bwd_dq(
 
 @gluon.jit
 def dkdv_loader(sources, fixed, buffers, fixed_full, sizes):
+    """Load the keys' and values' tiles once, then the tiles of queries of every head, into the
+    ring."""
     q_source, k_source, v_source, g_source, stat_source = sources
     q_tiles, g_tiles, stat_tiles, full, empty = buffers
     kv_heads, group, length = sizes
@@ -467,11 +472,11 @@ def dkdv_step(
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
     HALF: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tile before to dk [ROWS, HEAD_DIM] and this one to dv, computes this one's ds
-    [ROWS, BLOCK_Q], and asks for the scores of the next, unless this is the last. ``loaded``: its
-    number among what the buffers hold; HALF: of two tiles a stage which, else 0; ``behind``: by how
-    much the group's first key is behind the tile's first query; ``score_mod``: as of
-    :func:`dq_step`. Nothing is in flight when it ends."""
+    """Add the previous tile to dk [ROWS, HEAD_DIM] and this one to dv, compute this one's ds [ROWS,
+    BLOCK_Q], and start the scores of the next, unless this is the last. ``loaded``: its index among
+    the tiles that were loaded; HALF: which of two tiles of a stage, else 0; ``behind``: by how much
+    the group's first key is behind the tile's first query; ``score_mod``: as in :func:`dq_step`.
+    Nothing is in flight when it ends."""
     q_tiles, g_tiles, stat_tiles, _, empty = buffers
     stages: gl.constexpr = q_tiles.shape[0]
     PAIRS: gl.constexpr = BLOCK_Q < ROWS
@@ -592,6 +597,8 @@ def dkdv_rows(
     fixed, buffers, fixed_full, slopes, dk_out, dv_out, index, sizes, scales, strides,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
+    """Compute and store dk and dv of the 64 keys of one warp group, over the query heads that share
+    them."""
     q_tiles, full, empty = buffers[0], buffers[3], buffers[4]
     kv_heads, group, length = sizes
     scale, log2_scale, inv_softcap = scales
@@ -644,10 +651,10 @@ def hopper_bwd_dkdv(
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, by BLOCK_Q queries a tile. ``sizes``: key heads, how many query
-    heads share one, length; ``scales``: see the queries' kernel; ``strides``: of dk
-    and dv. One launch is PRECISE and another is not; that which the forward pass's flags do not ask
-    for returns at once."""
+    """Compute gradients of keys and values, by BLOCK_Q queries per tile. ``sizes``: key heads, how
+    many query heads share one, length; ``scales``: see the queries' kernel; ``strides``: of dk and
+    dv. It is launched once PRECISE and once not; the launch that the forward pass's flags do not
+    need returns at once."""
     if NEEDS_EXPM1 & FLAGS:
         flags = needs_expm1 + gl.program_id(1) * (sizes[2] // CHUNK) + gl.program_id(0) * 2
         gl.static_assert(BLOCK == 2 * CHUNK)

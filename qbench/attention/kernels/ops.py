@@ -428,15 +428,15 @@ def describe_tiles(
 
 
 def described(tiles: tuple[Describe, ...] | None, *tensors: Tensor) -> tuple[Any, ...]:
-    """Return descriptors of ``tensors``, or the tensors."""
+    """Return tensor descriptors of ``tensors``, or ``tensors`` if ``tiles`` is None."""
     if tiles is None:
         return tensors
     return tuple(describe(tensor) for describe, tensor in zip(tiles, tensors, strict=True))
 
 
 def has_tma_layout(layout: Layout) -> bool:
-    """Return whether the tensor memory accelerator can load it: starts and strides aligned to 16
-    bytes."""
+    """Return whether the tensor memory accelerator can load a tensor of this layout: starts and
+    strides aligned to 16 bytes."""
     size = layout.dtype.itemsize
     return layout.aligned and all(
         stride > 0 and stride * size % 16 == 0 for stride in layout.strides[:3]
@@ -449,7 +449,8 @@ def has_tma_layout(layout: Layout) -> bool:
 def mask_or_spans(
     mask: Tensor | None, seq_bounds: Tensor | None, seq_count: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask or the bounds that apply, see ``varlen.sequence_bounds``."""
+    """Return (mask, None) or (None, bounds), whichever describes the sequences; see
+    ``varlen.sequence_bounds``."""
     if seq_bounds is None or seq_count is None:
         return mask, seq_bounds
     count = int(seq_count)
@@ -475,6 +476,8 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
     seq_count: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return output, log-sum-exp and flags; the operator's arguments are flat: three tensors,
+    masks, four parameters, then the fields of Settings."""
     mask, seq_bounds = mask_or_spans(mask, seq_bounds, seq_count)
     return forward(query, key, value, mask, seq_bounds, Parameters(*rest[:4]), Settings(*rest[4:]))
 

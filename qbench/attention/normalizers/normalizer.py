@@ -86,19 +86,19 @@ class Kernels:
 
     @property
     def elementwise(self) -> bool:
-        """Whether weights need no sum of their row, and scores take the parameter ``bias``, −log n
-        by default."""
+        """Return whether weights need no sum of their row, and scores take the parameter ``bias``,
+        −log n by default."""
         return self.score_function == "sigmoid"
 
     @property
     def needs_expm1(self) -> bool:
-        """Whether scores near 0 lose bits in the fast formulas, so that the forward pass flags them
-        and the backward pass has a second, precise form."""
+        """Return whether scores near 0 lose bits in the fast formulas, so that the forward pass
+        flags them and the backward pass has a second, precise form."""
         return self.score_function == "softpick"
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that the kernels take."""
+        """Return the names of the parameters that the kernels take."""
         taken = {SLOPES.name: True, "bias": self.elementwise, "s": self.scaled, "sinks": self.sink}
         return tuple(name for name, does in taken.items() if does)
 
@@ -152,7 +152,7 @@ class Normalizer(ABC):
 
     @property
     def traits(self) -> str:
-        """A line on its properties, for ``qbench list normalizers``."""
+        """Return a line on its properties, for ``qbench list normalizers``."""
         rows = "rows sum to one" if self.rows_sum_to_one else "rows need not sum to one"
         zeros = "weights can be 0" if self.sparse else "no weight is 0"
         ways = "reference, triton" if self.kernels else "reference"
@@ -166,8 +166,8 @@ class Normalizer(ABC):
 
     @property
     def source(self) -> str | None:
-        """The SHA-256 of the file that defines it, for keys; None for qbench's own, whose digest
-        every key holds."""
+        """Return the SHA-256 of the file that defines it, for keys; None for qbench's normalizers,
+        whose digest every key holds."""
         if type(self).__module__.startswith("qbench."):
             return None
         return source_digest(type(self))
