@@ -100,8 +100,7 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
 
 
 def _require_planned(cell: Cell, plan: Plan) -> None:
-    """Raise UnavailableError if the device or the code is not the one that the cell's key
-    states."""
+    """Raise UnavailableError if device or code differ from those that the cell's key names."""
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
         raise UnavailableError(
             f"planned for {plan.hardware}, but this worker has {here}; run on GPUs of one kind"
@@ -111,8 +110,8 @@ def _require_planned(cell: Cell, plan: Plan) -> None:
 
 
 def _load_tasks(result: CellResult) -> list[LoadedTask]:
-    """Return the tasks whose documents can be scored; the others are named in ``result``. Raises
-    DataError if no task can be scored."""
+    """Load the planned tasks and check their documents; return those that can be scored. The others
+    are named in ``result``. Raises DataError if none is left."""
     cell, plan = result.cell, result.plan
     folder = cell.checkpoint.folder
     tasks, failure = [], None
@@ -176,8 +175,8 @@ def load_copy(cell: Cell, device: str, *, fallback: bool) -> PreTrainedModel:
 
 
 def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
-    """Return ``cell`` with the attention and the scoring mode in which ``model``, loaded and not
-    yet quantized, computes what its class does; append to ``detail`` why they are not the planned
+    """Return ``cell`` with the attention and the scoring mode that suit ``model``, loaded and not
+    yet quantized: its logits are measured. Append to ``detail`` why they differ from the planned
     ones. Raises UnavailableError if the recipe rules them out."""
     if cell.runtime != "transformers":
         return cell
@@ -216,8 +215,9 @@ def load_original(cell: Cell, plan: Plan, *, verify: bool = True) -> PreTrainedM
 def offload_policy(
     cell: Cell, plan: Plan, itemsize: int
 ) -> Callable[[PreTrainedModel], PreTrainedModel] | None:
-    """Return what shards a model over several GPUs, or streams its blocks, as the recipe says or
-    if the GPU has too little memory left; None if it stays whole on its device."""
+    """Return a function that shards a model over the GPUs (``device_map``), or streams its blocks
+    (if the recipe says so or the GPU's memory is too small); None if the model stays on its device.
+    ``itemsize``: bytes per weight."""
     evaluation = plan.recipe.evaluation
     if evaluation.device_map is not None:
         count = torch.cuda.device_count() if plan.device == "cuda" else 1
@@ -234,9 +234,8 @@ def quantized(
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
 ) -> PreTrainedModel:
-    """Return ``model`` quantized as the cell's settings say. Raises AuditError if the audit finds
-    that it is not.
-    """
+    """Return ``model`` quantized by the cell's settings, after an audit, whose result goes into
+    ``result``. Raises AuditError if the audit fails."""
     with result.stage("quantize") as detail:
         model, how = quantized_model(result.cell, model, tokenizer, cache, result.advance)
         detail.append(how)
@@ -247,7 +246,8 @@ def quantized(
 def quantized_model(
     cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase, cache: Path, progress: Advance
 ) -> tuple[PreTrainedModel, str]:
-    """Return ``model`` quantized, and a line that says how; its weights are in ``cache`` then."""
+    """Return ``model`` quantized, and a line for the log that says how. The quantized weights are
+    read from ``cache``, or made and kept there."""
     return quantize(
         model,
         cell.quantization,
@@ -260,7 +260,8 @@ def quantized_model(
 
 
 def quantize_ahead(cell: Cell, plan: Plan, cache: Path) -> None:
-    """Put the quantized weights of ``cell`` into ``cache``, where the cell finds them."""
+    """Make the quantized weights of ``cell`` and keep them in ``cache``, where the cell reads
+    them."""
     quantized_model(cell, *load(cell, plan), cache, lambda done, total: None)
 
 
@@ -275,6 +276,8 @@ def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibratio
 
 
 def _audit(result: CellResult, model: PreTrainedModel) -> None:
+    """Audit the quantized ``model`` against the original, which is loaded again, and put the audit
+    into ``result``. Raises AuditError if it fails. Nothing is audited without an original."""
     cell, plan = result.cell, result.plan
     if cell.without_baseline or cell.runtime == "lm-eval":
         return  # there is nothing to compare it with: the record is not audited
@@ -302,8 +305,9 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
 
 
 def _baseline(result: CellResult, store: Store) -> set[str] | None:
-    """Return the tasks that the unquantized cell has scored, which damage is measured against; None
-    if it is not measured, and ``result`` says why."""
+    """Return the names of the tasks that the unquantized cell has scored, against which damage is
+    measured. None: the cell is unquantized or damage is switched off, or cannot be had; then
+    ``result.no_damage`` says why."""
     cell = result.cell
     if not result.plan.recipe.evaluation.damage or not cell.quantization.precision.quantized:
         return None
@@ -346,7 +350,8 @@ class _Evaluation:
         self.is_baseline = damage and not quantized.quantized and gives_probabilities
 
     def run(self, model: Any, tasks: Sequence[LoadedTask], reuse: bool) -> None:
-        """Score ``tasks``; one that cannot be scored is named, and the others are kept."""
+        """Score ``tasks`` (finished ones come from the cache if ``reuse``) into ``result``. A task
+        that fails is named there and the others are kept; raises its error if none is left."""
         cell, result = self.cell, self.result
         finished = {task.name: done for task in tasks if reuse and (done := self._finished(task))}
         left = {task.name for task in tasks} - finished.keys()
@@ -368,6 +373,7 @@ class _Evaluation:
         failures: list[QbenchError] = []
 
         def attempt(task: LoadedTask, work: Callable[[], Any]) -> Any:
+            """Return ``work()``; None if it raises, after noting the error for ``task``."""
             try:
                 return work()
             except QbenchError as error:
@@ -399,11 +405,12 @@ class _Evaluation:
         )
 
     def _key(self, task: LoadedTask) -> CellKey:
+        """Return the key of one task of the cell in the cache."""
         key = task_key(self.cell.key_parts, task.name, self.base_parts)
         return CellKey(checkpoint=self.cell.checkpoint_name, quantizer=self.cell.label, key=key)
 
     def _finished(self, task: LoadedTask) -> TaskResult | None:
-        """Return the finished ``task`` of the cache; None if it must be scored."""
+        """Return the result of ``task`` from the cache; None if it must be scored."""
         try:
             record = self.kept.get_valid(self._key(task))
             if record is None or record.digest != task.digest:
@@ -421,8 +428,8 @@ class _Evaluation:
         return TaskResult(record, tables)
 
     def _score(self, scorer: Any, task: LoadedTask) -> Callable[[], TaskResult]:
-        """Score one task; return a function that judges the answers, measures the damage and keeps
-        both."""
+        """Score one task now; return a function that computes metrics and damage later, in a
+        thread."""
         cell, start, answered = self.cell, time.perf_counter(), None
         if task.answers is None:
             ask(scorer, task, cell.scoring)
@@ -446,7 +453,9 @@ class _Evaluation:
         self, task: LoadedTask, answered: Answered | None, divergences: Any,
         states: BaselineHiddenStates | None, report: ScoringReport, seconds: float,
     ) -> TaskResult:  # fmt: skip
-        """Return the result of a task that took ``seconds`` to score."""
+        """Compute a task's metrics and damage, keep the result in the cache and return it.
+        ``divergences``: KL per scored token, None if not measured; ``seconds``: what scoring
+        took."""
         cell, start = self.cell, time.perf_counter()
         texts = partial(token_texts, self.tokenizer)
         scored = judge(task, cell.scoring) if answered is None else answered.scored
@@ -489,8 +498,8 @@ class _Evaluation:
         return Chat(tokenizer=tokenizer, ends=end_tokens(settings, tokenizer))
 
     def _keep(self, done: TaskResult, states: BaselineHiddenStates | None) -> None:
-        """Put a finished task into the cache, and the hidden ``states`` that quantized cells need.
-        A task whose damage should have been measured, and could not be, is not kept."""
+        """Put a finished task into the cache, with the hidden ``states`` that quantized cells need.
+        A task whose damage could not be measured is not kept."""
         cell, record, missing = self.cell, done.record, self.result.no_damage
         try:
             if states is not None:

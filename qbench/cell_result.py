@@ -40,7 +40,7 @@ class TaskResult:
 
 
 def merge_reports(reports: Sequence[ScoringReport]) -> ScoringReport | None:
-    """Return one report on all tasks of a cell; None if there is none."""
+    """Return one scoring report for all tasks of a cell; None if ``reports`` is empty."""
     if not reports:
         return None
     merged: dict[str, Any] = {}
@@ -102,14 +102,15 @@ class CellResult:
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[list[str]]:
-        """Run a stage as ``measured`` does, and show it."""
+        """Run a stage as ``measured`` does, and show its progress."""
         self.progress.stage(self.cell.name, name, total)
         with self.measured(name) as detail:
             yield detail
 
     @contextmanager
     def measured(self, name: str) -> Iterator[list[str]]:
-        """Add a stage with its seconds and peak memory; what the body appends is its detail."""
+        """Time the body as a stage of the record, with peak memory; texts that the body appends to
+        the yielded list become its detail."""
         detail: list[str] = []
         device = self.plan.device
         reset_peak_memory(device)

@@ -51,7 +51,7 @@ MOVING_ROPES = ("longrope", "dynamic")  # angles depend on the longest sequence 
 
 
 class TriedClass(NamedTuple):
-    """A class that the tests try, with what they measure: a line of ``tried.csv``."""
+    """A line of ``tried.csv``: a class that the tests try, and what they measured."""
 
     model_type: str
     models: str  # published models of the class
@@ -79,7 +79,7 @@ def tried_classes() -> tuple[TriedClass, ...]:
 
 @functools.cache
 def class_names() -> dict[str, str]:
-    """Return the class by ``model_type`` of all causal language models of transformers, read from
+    """Return ``model_type`` → class name of all causal language models of transformers, read from
     its source: importing it would import torch."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None, "transformers is a dependency"
@@ -130,8 +130,8 @@ SIZES = (
 
 @contextmanager
 def named(source: str) -> Iterator[None]:
-    """Put the name that the user gave a checkpoint before errors on its files that are raised
-    inside, and behind errors on what this machine or a class of transformers lacks."""
+    """Add the name that the user gave a checkpoint to errors raised in the body: before those about
+    its files, behind those about this machine or a class of transformers."""
     try:
         yield
     except CheckpointError as error:
@@ -141,7 +141,8 @@ def named(source: str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``. Raises CheckpointError if it is none, or not a file."""
+    """Return the JSON object in the file ``path``. Raises CheckpointError if it cannot be read or
+    is not an object."""
     content = b""
     try:
         content = path.read_bytes()
@@ -183,8 +184,8 @@ CONFIG = "config.json"
 
 
 def require_sizes(config: dict[str, Any], tensors: int) -> None:
-    """Raise CheckpointError if a size of config.json is no whole number above zero, or if there are
-    more layers than ``tensors``: naming the parameters of such a model would never end."""
+    """Raise CheckpointError if a size in config.json is not a whole number above zero, or if there
+    are more layers than ``tensors``: naming the parameters of such a model would never end."""
     inner = config.get("text_config")
     parts = (config, inner if isinstance(inner, dict) else {})
     for name, value in ((name, part.get(name)) for part in parts for name in SIZES):
@@ -209,7 +210,7 @@ BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|(^|\.)position_id
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a file says of one of its tensors."""
+    """The header of one tensor: its dtype, shape and file."""
 
     file: str
     name: str  # in that file
@@ -303,8 +304,8 @@ READ = (
 
 
 def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], ...]:
-    """Return path within ``folder``, bytes and time of change in nanoseconds of all files that
-    loading reads: ``weights``, config.json, then the others in the order of their names."""
+    """Return (path within ``folder``, bytes, time of change in nanoseconds) of all files that
+    loading reads: ``weights``, config.json, then the others by name."""
     paths = (path for pattern in READ for path in folder.glob(pattern) if path.is_file())
     names = {path.relative_to(folder).as_posix() for path in paths} - {*weights, CONFIG}
     try:
@@ -315,7 +316,7 @@ def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], 
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if it has no file that a tokenizer is read from."""
+    """Raise CheckpointError if the checkpoint has no tokenizer file."""
     weights = {header.file for header in checkpoint.headers.values()}
     names = {name for name, *_ in checkpoint.files if "chat_template" not in name} - weights
     if names <= {CONFIG, INDEX, "generation_config.json"}:
@@ -331,8 +332,8 @@ def require_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def digests(folder: Path, names: list[str], weights: list[str]) -> tuple[str, dict[str, str]]:
-    """Return the SHA-256 over the ``names`` and contents of files, ``LARGE`` ones in parts, and
-    those of the ``weights``, the configuration and the tokenizer alone: 64 hexadecimal digits."""
+    """Return the SHA-256 over the ``names`` and contents of files, ``LARGE`` ones in parts; and a
+    digest each of the ``weights``, the configuration and the tokenizer, by those words."""
     total = hashlib.sha256()
     parts = {name: hashlib.sha256() for name in ("weights", "config", "tokenizer")}
     for name in names:
@@ -395,10 +396,8 @@ class Checkpoint:
 
 
 def read_own_training(folder: Path) -> Training | None:
-    """Return the record of the training that wrote ``folder``; None if qbench did not train it.
-
-    Raises CheckpointError if the record or config.json was changed afterwards.
-    """
+    """Return qbench's record of the training that wrote ``folder``; None if there is none. Raises
+    CheckpointError if the record or config.json was changed afterwards."""
     try:
         training = read_training(folder / TRAINING_FILE)
     except (OSError, ValueError):  # another program's file may have this name
@@ -479,6 +478,8 @@ def find(
 
 
 def _folder(source: str, revision: str | None) -> Path:
+    """Return the local folder of ``source``, a folder, a GGUF file (converted) or a hub id
+    (downloaded). Raises CheckpointError if it is none of these."""
     try:
         path = Path(source).expanduser().resolve()
         is_folder, why = path.is_dir(), str(path)
@@ -548,9 +549,8 @@ FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
 
 
 def linear_shapes(checkpoint: Checkpoint) -> Shapes:
-    """Return (outputs, inputs) of each linear layer and of fused experts, by the names of their
-    weights without ``.weight``. A matrix that is stored turned has a bias as long as its columns.
-    """
+    """Return (outputs, inputs) by layer name of each linear layer and of fused experts. A matrix
+    that is stored transposed has a bias as long as its columns."""
     headers, shapes = model_headers(checkpoint), {}
     for full, header in headers.items():
         name = full.removesuffix(".weight")
@@ -566,8 +566,8 @@ def linear_shapes(checkpoint: Checkpoint) -> Shapes:
 
 
 def end_shapes(checkpoint: Checkpoint) -> Shapes:
-    """Return (outputs, inputs) of LM head and embeddings by name; if the files have no head, it
-    shares the embeddings' matrix and both go by the name ``lm_head``."""
+    """Return (outputs, inputs) of LM head and embeddings by name; if they share one matrix, it is
+    listed once, as ``lm_head``."""
     shapes = {
         name: tuple(header.shape)
         for name, header in ((n.removesuffix(".weight"), h) for n, h in
@@ -586,6 +586,8 @@ def has_other_matrices(checkpoint: Checkpoint) -> bool:
 
 
 def _no_linear_layer(name: str) -> bool:
+    """Return whether the matrix ``name`` is none of a linear layer: embeddings, a router, experts
+    and the like."""
     last = name.rpartition(".")[2]
     router = "router" in name.split(".")
     return router or bool(NONE_OF_THESE.fullmatch(last) or EXPERTS.search(name))

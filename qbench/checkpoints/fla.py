@@ -121,6 +121,7 @@ def parse(config: dict[str, Any]) -> Config:
 
 
 def recognizes(config: dict[str, Any]) -> bool:
+    """Return whether ``config`` is of flash-linear-attention's ``transformer``."""
     return config.get("model_type") == "transformer"
 
 
@@ -135,8 +136,8 @@ def normalizer(config: dict[str, Any]) -> str:
 
 
 def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``model_type`` and the fields of its configuration in transformers. Raises
-    CheckpointError for values that no class there computes, unknown fields and impossible sizes."""
+    """Return the config of the equal class in transformers: ``model_type`` and its fields. Raises
+    CheckpointError for unknown fields, impossible sizes, and values that no such class computes."""
     parsed = parse(config)
     kind, fields = _kind(parsed)
     hidden, heads = parsed.hidden_size, parsed.num_heads
@@ -183,12 +184,13 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_transformers_words(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json of either format in transformers' fields."""
+    """Return ``config`` in transformers' fields, translated if it is flash-linear-attention's."""
     return llama_settings(config) if recognizes(config) else config
 
 
 def _kind(parsed: Config) -> tuple[str, dict[str, Any]]:
-    """Return the ``model_type`` of transformers that computes the same, and its fields for that."""
+    """Return the ``model_type`` in transformers that computes the same, and the fields that only
+    this type has."""
     fields: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
     layers = parsed.num_hidden_layers
     if parsed.qbench_gate is not None:

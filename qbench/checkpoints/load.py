@@ -132,7 +132,7 @@ def measured_attention(
 
 
 def try_eager(model: PreTrainedModel) -> None:
-    """Let ``model`` attend by its class's plain definition if the class has one."""
+    """Set the class's plain attention, ``eager``, if the class has it."""
     with suppress(ValueError, ImportError):
         model.set_attn_implementation("eager")
 
@@ -217,7 +217,7 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
-    """Return the generation settings that it states, or that follow from its config.json."""
+    """Return the checkpoint's generation settings, or those that follow from its config.json."""
     if not (checkpoint.folder / "generation_config.json").is_file():
         return GenerationConfig.from_model_config(_config(checkpoint))
     try:
@@ -355,9 +355,9 @@ def _read_quantized(
 
 
 def _loading(quantization: dict[str, Any], dequantize: bool) -> dict[str, Any]:
-    """Return options of ``from_pretrained`` for a quantized checkpoint. Automatic kernels of GPTQ,
-    AWQ and AutoRound differ by machine, some are compiled for minutes, and on CPUs some repack
-    weights wrongly: the one in torch is named."""
+    """Return options of ``from_pretrained`` for a quantized checkpoint. They name torch's kernels:
+    automatic ones of GPTQ, AWQ and AutoRound differ by machine, some are compiled for minutes, and
+    on CPUs some repack weights wrongly."""
     method = quantization.get("quant_method")
     if method == "gptq":
         chosen = transformers.GPTQConfig(bits=quantization["bits"], backend="gptq_torch")
@@ -377,7 +377,8 @@ def _loading(quantization: dict[str, Any], dequantize: bool) -> dict[str, Any]:
 
 
 def _one_scheme_of_weights(quantization: dict[str, Any]) -> bool:
-    """Return whether only weights are quantized, all alike: then they can be dequantized at once.
+    """Return whether only weights are quantized, and all alike: then they can be dequantized at
+    once.
 
     compressed-tensors 0.20 would dequantize them in the first forward pass, to the same numbers,
     but cannot load zero points and codes in whole bytes, which it expects in other layouts.
@@ -388,8 +389,8 @@ def _one_scheme_of_weights(quantization: dict[str, Any]) -> bool:
 
 
 def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Return the checkpoint's model without weights, on the meta device: its settings, for another
-    runtime's model."""
+    """Return the checkpoint's model on the meta device, without weights: lm-eval takes settings
+    from it while another runtime computes."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_config(checkpoint))
     model.generation_config = generation_settings(checkpoint)
@@ -431,9 +432,9 @@ def read_tensor(folder: Path, header: Header) -> torch.Tensor:
 
 @torch.inference_mode()
 def unlike_files(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
-    """Return a line per parameter of ``model`` that is not the tensor of its name in the files,
-    cast to its dtype. Tensors that transformers joins under other names, as of experts, are passed
-    over."""
+    """Return a line per parameter of ``model`` that differs from the tensor of its name in the
+    files, cast to its dtype. Parameters that transformers joins from several tensors, such as
+    experts, are skipped."""
     headers, lines = model_headers(checkpoint), []
     for name, parameter in list(model.named_parameters()):
         header = headers.get(name)
@@ -478,8 +479,8 @@ def probe_logits(model: PreTrainedModel, length: int = PROBE) -> torch.Tensor:
 
 
 def require_causal(model: PreTrainedModel, logits: torch.Tensor, why: str) -> None:
-    """Raise CheckpointError, saying ``why``, if other later tokens, or more of them, change the
-    logits of earlier ones. ``logits`` are those of :func:`probe_logits`."""
+    """Raise CheckpointError, ending in ``why``, if later tokens, or more of them, change the logits
+    of earlier ones. ``logits``: those of :func:`probe_logits`."""
     first = logits[:, : PROBE // 2]
     change = float((first[0] - first[1]).abs().max())
     if change > NOISE.get(model.dtype, NOISE_OF_HALF) * float(first.abs().max()):
@@ -498,8 +499,8 @@ def require_causal(model: PreTrainedModel, logits: torch.Tensor, why: str) -> No
 
 
 def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
-    """Raise UnavailableError if the model does not call qbench's attention, which is set by now,
-    or gives other logits [2, T, V] through it than ``logits``, those of its class's own."""
+    """Raise UnavailableError if the model does not call the attention function that qbench set, or
+    if its logits through it differ from ``logits`` [2, T, V], those of its class's attention."""
     name = type(model).__name__
     try:
         with counted(model.config._attn_implementation) as calls:
@@ -521,8 +522,8 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
 
 
 def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ‖logits − expected‖ / ‖expected‖ of the middle token of [B, T, V]: rounding that
-    sends single tokens to another expert moves those far."""
+    """Return ‖logits − expected‖ / ‖expected‖ of the median token of [B, T, V]: rounding that sends
+    single tokens to another expert moves those far."""
     return float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 
 
@@ -537,7 +538,7 @@ def rounding_tolerance(model: PreTrainedModel) -> float:
 
 @contextmanager
 def counted(name: str) -> Iterator[list[None]]:
-    """Yield a list that grows with each call of transformers' attention function ``name``."""
+    """Yield a list to which each call of transformers' attention function ``name`` appends None."""
     function, calls = ALL_ATTENTION_FUNCTIONS[name], []
 
     def count(*args: Any, **kwargs: Any) -> Any:

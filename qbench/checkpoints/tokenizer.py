@@ -41,14 +41,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def puts_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer begins a text with BOS unless it is told not to."""
+    """Return whether the tokenizer begins a text with BOS by default."""
     return tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
 
 
 def tokenizer_difference(checkpoint: Checkpoint, other: Checkpoint) -> str | None:
-    """Return how the tokenizer of ``checkpoint`` cuts texts otherwise than that of ``other``: by
-    its words and merges, however they are written, else by the tokens of TEXTS, special ones aside;
-    None if neither differs."""
+    """Return how the tokenizers of ``checkpoint`` and ``other`` differ: in vocabulary and merges,
+    however they are written, or else in the tokens of TEXTS without special ones; None if they do
+    not."""
     first, second = load_tokenizer(checkpoint), load_tokenizer(other)
     if first.is_fast and second.is_fast:
         models = (json.loads(each.backend_tokenizer.to_str())["model"] for each in (first, second))

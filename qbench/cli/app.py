@@ -49,7 +49,8 @@ TRAIN, LOOK_UP = "Train pairs", "Measure and look up"
 
 
 class Entry(NamedTuple):
-    """Holds the module of a command in qbench.cli, its panel in ``qbench --help`` and its line."""
+    """Holds the module of a command in qbench.cli, its panel in ``qbench --help`` and its one-line
+    help."""
 
     module: str
     panel: str
@@ -79,7 +80,7 @@ set_library_env()
 
 @functools.cache
 def load(name: str) -> Any:
-    """Import and return the command or group ``name``."""
+    """Import and return the command or command group ``name``."""
     module = importlib.import_module(f"qbench.cli.{COMMANDS[name].module}")
     function = getattr(module, name if hasattr(module, name) else f"{name}_command")
     group = function
@@ -109,7 +110,7 @@ class Commands(TyperGroup):
         return TyperGroup.shell_complete(self._listing(), ctx, incomplete)
 
     def _listing(self) -> Commands:
-        """Return a copy whose commands have names and lines alone: listing imports nothing."""
+        """Return a copy whose commands have name and help only, so that listing imports nothing."""
         listing = copy.copy(self)
         listing.get_command = lambda ctx, name: TyperCommand(
             name, help=COMMANDS[name].about, rich_help_panel=COMMANDS[name].panel
@@ -125,7 +126,7 @@ class Commands(TyperGroup):
 
 
 def _usage(error: Any) -> str:
-    """Return one line on a wrong use of the command line."""
+    """Return one line for click's ``error``: the command, what is wrong, and how to get help."""
     context, param, words = getattr(error, "ctx", None), getattr(error, "param", None), sys.argv[1:]
     # of an option without its value click does not say the command
     command = context.command_path if context else " ".join(["qbench", *words[:1]])

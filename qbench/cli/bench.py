@@ -30,14 +30,16 @@ bench = CommandGroup("Measure speeds, in one run on one machine, after checking 
 
 
 def load(name: str) -> Any:
-    """Import and return a module of qbench that imports torch, without its output."""
+    """Import and return qbench's module ``name``, which imports torch, without what libraries
+    print."""
     with redirected(NOWHERE):
         return importlib.import_module(f"qbench.{name}")
 
 
 @contextmanager
 def alone() -> Iterator[Callable[[str], None]]:
-    """Keep libraries from printing in the body; yield a function that prints a line."""
+    """Send all that libraries print in the body to a log; yield a function that prints a line on
+    the terminal."""
     with terminal() as screen, redirected(NOWHERE):
         yield lambda line: print(line, file=screen)
 

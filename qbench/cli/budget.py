@@ -130,7 +130,8 @@ def budget(
 
 
 def _numbers(option: str, text: str | None) -> list[tuple[str, float]]:
-    """Return the positive numbers of a list with commas, as text and value."""
+    """Return (text, value) of each number in ``text``, such as "3.5,4". Raises RecipeError for one
+    that is not positive."""
     numbers = []
     for item in text.split(",") if text is not None else ():
         value = math.nan
@@ -143,7 +144,8 @@ def _numbers(option: str, text: str | None) -> list[tuple[str, float]]:
 
 
 def _calibration(recipe: Recipe, texts: int) -> CalibrationText:
-    """Return the calibration text of a recipe with one checkpoint. Raises RecipeError."""
+    """Return the calibration text of ``recipe``. Raises RecipeError if there is none, if more than
+    one checkpoint is named, or if it has too few samples for ``texts`` windows."""
     if len(recipe.checkpoints) > 1:
         names = ", ".join(recipe.checkpoints)
         raise RecipeError(f"a budget is of one model, not of {names}: give --checkpoint NAME=DIR, "

@@ -27,7 +27,8 @@ def _path(text: str) -> Path:
 
 
 def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Refuse a command at once if it cannot write the file that one of its options names."""
+    """Return ``value``, the file that an option names, or refuse the command at once if it cannot
+    be written."""
     if value is not None:
         require_writable(value, param.opts[0])
     return value
@@ -96,7 +97,8 @@ class CommandGroup(typer.Typer):
 
 
 def _overrides(given: dict[str, Any]) -> Overrides:
-    """Return the values of options by field. Raises RecipeError, with the option's name."""
+    """Return the Overrides of the options ``given`` by field. Raises RecipeError, with the option's
+    name."""
     try:
         return Overrides(**given)
     except RecipeError as error:
@@ -149,7 +151,8 @@ Out = Annotated[
 
 
 def _load_plugins(paths: list[Path]) -> list[Path]:
-    """Load plug-ins while options are read, so that other options can name what they register."""
+    """Load plug-ins while options are read, so that later options can name what they register;
+    return the paths."""
     for path in paths:
         load_file(path)
     return paths
@@ -178,7 +181,7 @@ Json = Annotated[Path | None, _output("FILE", "Also write JSON here, and the tab
 
 
 def _option(part: FieldInfo) -> Any:
-    """Return the option of the command line for a field of Overrides."""
+    """Return the typer option for a field of Overrides."""
     settings = dict(part.json_schema_extra["option"])
     flags = [settings.pop("flag")] if "flag" in settings else []
     kind = settings.pop("type", part.annotation)

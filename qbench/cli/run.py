@@ -89,10 +89,8 @@ def load_launcher(
     device: str,
     cluster: str | None = None,
 ) -> Launcher:
-    """Read and check a recipe; return a launcher that runs its cells in this process.
-
-    With a ``cluster`` the device stays as given, ``auto`` too: ``launch`` asks the workers.
-    """
+    """Read and check a recipe; return a launcher that runs its cells in this process. With a
+    ``cluster``, ``device`` may stay "auto": ``launch`` asks the workers."""
     loaded = Recipe.load(recipe, overrides)
     if recipe is None and (line := added_column(loaded, overrides)):
         typer.echo(line, err=True)
@@ -304,7 +302,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
 
 
 def how(planned: Plan, cells: Sequence[Cell]) -> str:
-    """Return the device, and the attention and scoring modes that the cells use."""
+    """Return a line with the device, and the attention and scoring modes of the cells."""
     attention = dict.fromkeys(cell.attention for cell in cells)
     scoring = dict.fromkeys(cell.scoring.mode for cell in cells)
     return f"{planned.device}, attention {' and '.join(attention)}, scoring {' and '.join(scoring)}"
@@ -345,6 +343,7 @@ def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _documents(task: TaskSpec, limit: int | None) -> str:
+    """Return how many documents of ``task`` are scored, as text."""
     if task.documents is not None:
         return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
     data, count = task.hub_data, f"the first {limit}" if limit else "all"
@@ -398,7 +397,7 @@ def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
 
 
 def _memory(cell: Cell, plan: Plan, gib: float) -> str:
-    """Return how much memory a cell takes that needs ``gib``, and whether it fits."""
+    """Return ``gib``, the memory that a cell takes, as text that says whether it fits."""
     weights = elements(cell.checkpoint.headers) * BYTES[cell.quantization.compute_dtype]
     if streams(cell, plan, weights, lambda: memory_gib("cuda") * GIB):
         return "and longer, as its weights come block by block"
@@ -407,8 +406,8 @@ def _memory(cell: Cell, plan: Plan, gib: float) -> str:
 
 
 def _tokens(cell: Cell, plan: Plan) -> float | None:
-    """Return about how many tokens are computed, padding and repeated contexts included; None if a
-    task's data are not known."""
+    """Return about how many tokens the model reads, padding and repeated contexts included; None if
+    the size of a task's data is unknown."""
     total, limit = 0.0, plan.recipe.evaluation.limit
     for task in plan.tasks:
         if task.documents is None or not task.files:

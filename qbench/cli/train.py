@@ -143,6 +143,7 @@ def train(
     ):
 
         def say(line: str) -> None:
+            """Print a line, in the first process of a training only."""
             if processes.is_main_process:
                 print(line, file=screen)
 

@@ -84,11 +84,9 @@ def view(
 
 
 def document_texts(sources: Sources, record: Record, task: str) -> dict[int, Question]:
-    """Return the texts of a task's requests in the record's cell, by document.
-
-    The record names the files that stood for the task's splits. Nothing comes from the network.
-    Raises DataError if the data are not there, or are not those of the run.
-    """
+    """Return the requests' texts of ``task`` as the record's cell scored them, by document index,
+    from the data files that the record names. Nothing comes from the network. Raises DataError if
+    the data are missing or have changed."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     scores = [score for score in record.scores if score.task == task]
     label = LABEL.fullmatch(scores[0].label)
