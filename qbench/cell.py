@@ -25,7 +25,14 @@ from qbench.checkpoints.load import (
     without_weights,
 )
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
-from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
+from qbench.errors import (
+    AuditError,
+    CheckpointError,
+    DataError,
+    QbenchError,
+    ResultsError,
+    UnavailableError,
+)
 from qbench.evaluation.answers import Answered, Chat, answer, with_kl
 from qbench.evaluation.degradation import distributions, divergence_table
 from qbench.evaluation.evaluate import (
@@ -73,6 +80,13 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
     cell, plan = result.cell, result.plan
     result.progress.stage(cell.name, "prepare")
     _require_planned(cell, plan)
+    tokenizer = load_tokenizer(cell.checkpoint)
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    if ends == (None, None) and cell.runtime != "lm-eval":
+        raise CheckpointError(
+            f"checkpoint {cell.checkpoint.source}: its tokenizer has neither a BOS nor an EOS "
+            "token, and lm-eval puts one of them before texts; name one in tokenizer_config.json"
+        )
     with ThreadPoolExecutor(1) as thread:  # tasks are loaded and asked while weights are read
         loading = thread.submit(_load_tasks, result)
         thread.submit(import_backends, cell.quantization)  # hqq: a second and more
@@ -80,12 +94,12 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
         if isinstance(cell.quantization.weights, LibraryMade):
             loading.result()  # may raise, before a library works for minutes
             with result.stage("make") as detail:
-                calibration = calibration_of(cell, load_tokenizer(cell.checkpoint))
+                calibration = calibration_of(cell, tokenizer)
                 cell, how = with_made_copy(cell, calibration, cache, plan.device)
                 result.cell = cell
                 detail.append(how)
         with result.stage("load") as detail:
-            model, tokenizer = load(cell, plan)
+            model = load(cell, plan)
             cell = result.cell = as_measured(cell, plan, model, detail)
             if stream_of(model) is not None:
                 detail.append("block by block")
@@ -136,25 +150,18 @@ def _note_failure(result: CellResult, task: str, error: QbenchError) -> None:
     result.progress.log(line, "bold red")
 
 
-def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the cell's model on the plan's device, not yet quantized unless it was published so,
-    and its tokenizer.
-    """
-    weights, tokenizer = cell.quantization.weights, load_tokenizer(cell.checkpoint)
+def load(cell: Cell, plan: Plan) -> Any:
+    """Return the cell's model on the plan's device, not yet quantized unless it was published
+    so."""
+    weights = cell.quantization.weights
     if cell.runtime == "lm-eval":
-        model = external_model(weights.model, weights.args)
-    elif cell.runtime == "llama.cpp":
-        model = LlamaCpp(
-            cell.copy.folder,
-            context=cell.scoring.max_length,
-            shell=without_weights(cell.checkpoint),
-        )
-    elif cell.copy is None:
-        model = load_original(cell, plan)
-    else:
-        fallback = plan.recipe.evaluation.attention == "auto"
-        model = load_copy(cell, plan.device, fallback=fallback)
-    return model, tokenizer
+        return external_model(weights.model, weights.args)
+    if cell.runtime == "llama.cpp":
+        shell = without_weights(cell.checkpoint)
+        return LlamaCpp(cell.copy.folder, context=cell.scoring.max_length, shell=shell)
+    if cell.copy is None:
+        return load_original(cell, plan)
+    return load_copy(cell, plan.device, fallback=plan.recipe.evaluation.attention == "auto")
 
 
 def load_copy(cell: Cell, device: str, *, fallback: bool) -> PreTrainedModel:
@@ -262,7 +269,8 @@ def quantized_model(
 def quantize_ahead(cell: Cell, plan: Plan, cache: Path) -> None:
     """Make the quantized weights of ``cell`` and keep them in ``cache``, where the cell reads
     them."""
-    quantized_model(cell, *load(cell, plan), cache, lambda done, total: None)
+    tokenizer = load_tokenizer(cell.checkpoint)
+    quantized_model(cell, load(cell, plan), tokenizer, cache, lambda done, total: None)
 
 
 def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:

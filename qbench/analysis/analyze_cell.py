@@ -14,6 +14,7 @@ from qbench.analysis.attention_weights import attention_maps, choose
 from qbench.analysis.measure import measure
 from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.cell import as_measured, free, load, load_original, quantized
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, UnavailableError
 from qbench.files import cache_folder, digest
 from qbench.quantizers.linear import linearize, linears
@@ -43,7 +44,7 @@ def _measure(work: AnalysisResult) -> None:
     if of.quantization.precision.quantized:
         del model
         free(plan.device)
-        model, tokenizer = load(of, plan)
+        model = load(of, plan)
         model = quantized(work, model, tokenizer, cache_folder())
     with work.stage("analyze", len(ids)):
         measured = measure(
@@ -94,7 +95,8 @@ def _sensitivity(work: AnalysisResult) -> None:
 def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Tensor]:
     """Return the unquantized model, its tokenizer, and the ids [N, T] of the texts."""
     with work.stage("load"):
-        model, tokenizer = load(work.cell, work.plan)
+        tokenizer = load_tokenizer(work.cell.checkpoint)
+        model = load(work.cell, work.plan)
         work.cell = as_measured(work.cell, work.plan, model, [])
         if not hasattr(model, "forward"):
             raise UnavailableError(

@@ -15,6 +15,7 @@ import pandas as pd
 from qbench import bench
 from qbench.bench import Row
 from qbench.cell import load
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.evaluate import LoadedTask, evaluate, load_task
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
 from qbench.evaluation.scoring import language_model
@@ -36,7 +37,7 @@ def bench_evaluation(planned: Plan, *, log: Callable[[str], None]) -> dict[str, 
     """Return :func:`compare` of the plan's first cell and its tasks, with the softmax in float32 in
     every mode."""
     cell, evaluation = planned.cells[0], planned.recipe.evaluation
-    model, tokenizer = load(cell, planned)
+    model, tokenizer = load(cell, planned), load_tokenizer(cell.checkpoint)
     settings = {
         mode: scoring_settings(
             evaluation.model_copy(update={"scoring": mode, "softmax_dtype": "float32"}),

@@ -25,6 +25,7 @@ from qbench.analysis.analyze_run import MODEL_PARTS
 from qbench.analysis.sensitivity import Baseline, exchanged
 from qbench.budget.choose import UNQUANTIZED, Costs
 from qbench.cell import as_measured, calibration_of, load, quantized_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.files import content_key, digest_of, write_atomically
 from qbench.machine import free
@@ -67,7 +68,8 @@ class Search:
         self._stage = partial(progress.stage, self.base.checkpoint_name)
         self._advance = partial(progress.advance, self.base.checkpoint_name)
         self._stage("load")
-        self.model, self.tokenizer = model, _ = load(self.base, plan)
+        self.tokenizer = load_tokenizer(self.base.checkpoint)
+        self.model = model = load(self.base, plan)
         as_measured(self.base, plan, model, [])
         if stream_of(model) is not None or is_sharded(model):
             raise UnavailableError(

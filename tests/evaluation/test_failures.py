@@ -142,3 +142,33 @@ def test_a_decoder_that_does_not_give_what_the_head_takes_is_refused():
     model.get_decoder = lambda: lambda ids, use_cache: (torch.zeros(1, 8, 48),)
     with pytest.raises(UnavailableError, match=r"something lies between the two.*lm-eval"):
         scorer(model, "exact")
+
+
+@pytest.mark.parametrize(
+    ("named", "task", "words"),
+    [
+        ({}, "demo_lastword", "tokenizer has neither a BOS nor an EOS token, and lm-eval puts one"),
+        ({"bos_token": "<s>"}, "sums", "sums: .* tokenizer has no EOS token, at which lm-eval"),
+    ],
+)
+def test_a_tokenizer_without_the_tokens_that_lm_eval_needs_is_named(tmp_path, named, task, words):
+    """HFLM stops at both with a bare TypeError."""
+    folder = shutil.copytree(DEMO / "softpick", tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config = {name: value for name, value in config.items() if "_token" not in name}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | named))
+    tasks = shutil.copytree(DEMO / "tasks", tmp_path / "tasks")
+    (tasks / "sums.yaml").write_text(
+        "task: sums\ndataset_path: json\noutput_type: generate_until\ntest_split: test\n"
+        "doc_to_text: '{{text}}'\ndoc_to_target: '{{text}}'\nmetric_list: [{metric: exact_match}]\n"
+        "generation_kwargs: {max_gen_toks: 8, until: ['.']}\n"
+    )
+    data = shutil.copytree(DEMO / "data", tmp_path / "data")
+    shutil.copytree(data / "demo_lastword", data / "sums")
+    recipe = small_recipe(
+        tmp_path, checkpoints={"a": str(folder)}, quantizers=["fp32"], data=str(data), tasks=[task],
+        definitions=str(tasks), evaluation={"limit": 2},
+    )  # fmt: skip
+    (record,) = run_cells(plan(Recipe.load(recipe), device="cpu"), out=tmp_path / "out")
+    assert re.search(words, record.error)
+    assert bool(record.stages) == bool(named)  # the first is known before work starts

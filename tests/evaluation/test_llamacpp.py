@@ -15,6 +15,7 @@ from tiny import tiny_model
 from qbench.api import load_answers
 from qbench.cell import load
 from qbench.checkpoints import find, from_gguf
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
 from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
@@ -51,7 +52,10 @@ def both(files, tmp_path):
     """Language models of the same float32 weights: transformers', and llama.cpp's."""
     found = planned(tmp_path, files["F32"], evaluation={"limit": 4, "max_length": 64})
     cells = [found.cell(f"base/{label}") for label in ("fp32", "copy")]
-    return found, [language_model(*load(cell, found), cell.scoring) for cell in cells]
+    return found, [
+        language_model(load(cell, found), load_tokenizer(cell.checkpoint), cell.scoring)
+        for cell in cells
+    ]
 
 
 @pytest.mark.parametrize("task", ["demo_choice", "demo_lastword", "demo_pages"])
@@ -98,7 +102,7 @@ def test_divergence_is_over_full_logits(both):
 
 def test_what_is_kept_of_the_request_before_changes_nothing(files, tmp_path):
     found = planned(tmp_path, files["F32"])
-    model, _ = load(found.cell("base/copy"), found)
+    model = load(found.cell("base/copy"), found)
     tokens = [torch.randint(0, 1024, (40,), generator=torch.Generator().manual_seed(1)).tolist()]
     tokens.append([*tokens[0][:30], *range(10)])
     alone = []
@@ -118,7 +122,7 @@ def test_its_memory_is_freed_when_a_cell_has_done_with_it(files, tmp_path, monke
     freed, free = [], library.llama_model_free
     monkeypatch.setattr(library, "llama_model_free", lambda model: freed.append(free(model)))
     found = planned(tmp_path, files["F32"])
-    model, _ = load(found.cell("base/copy"), found)
+    model = load(found.cell("base/copy"), found)
     del model
     gc.collect()
     assert len(freed) == 1
@@ -182,9 +186,9 @@ def test_another_models_file_and_one_in_another_order_fail_their_audit(files, tm
     found = planned(tmp_path, files["Q8_0"])
     cell = found.cell("base/copy")
     base = found.cell("base/fp32")
-    runtime, _ = load(cell, found)
+    runtime = load(cell, found)
     probe = probe_of(1024)[:, :32]
-    other, whole = load(base, found)[0], load(base, found)[0]
+    other, whole = load(base, found), load(base, found)
     for parameter in whole.parameters():
         parameter.data = parameter.data.roll(1, 0)
     stored_bits.write_gguf_into(other, str(files["Q8_0"]))

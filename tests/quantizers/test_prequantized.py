@@ -33,6 +33,7 @@ from torchao import quantization as torchao
 from transformers import TorchAoConfig
 
 from qbench.cell import load
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError, QbenchError, RecipeError, UnavailableError
 from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.scoring import language_model
@@ -87,9 +88,9 @@ def planned(tmp_path, path, *, checkpoint=DEMO / "softmax", quantizers=None, sho
 def audited(found, name="base/copy"):
     """The audit of a cell, and its model."""
     cell, base = found.cell(name), found.cell("base/bf16")
-    model, _ = load(cell, found)
+    model = load(cell, found)
     probe = probe_of(model.config.vocab_size)
-    return audit(load(base, found)[0], model, cell.quantization, probe), model
+    return audit(load(base, found), model, cell.quantization, probe), model
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_experts_that_a_library_left_alone_are_counted_as_they_are(kind, tmp_pat
 def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, copies, tmp_path):
     found = planned(tmp_path, copies(name))
     cell = found.cell("base/copy")
-    model, tokenizer = load(cell, found)
+    model, tokenizer = load(cell, found), load_tokenizer(cell.checkpoint)
     ours = language_model(model, tokenizer, cell.scoring)
     theirs = HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(copies(name), **BF16),

@@ -17,6 +17,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from qbench.cell import load
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
@@ -64,7 +65,7 @@ def test_exact_scores_are_those_of_hflm(name, request, tmp_path):
                           evaluation={"limit": 3, "scoring": "exact"})  # fmt: skip
     planned = plan(Recipe.load(recipe), device="cpu")
     (cell,) = planned.cells
-    ours = language_model(*load(cell, planned), cell.scoring)
+    ours = language_model(load(cell, planned), load_tokenizer(cell.checkpoint), cell.scoring)
     model = AutoModelForCausalLM.from_pretrained(cell.checkpoint.folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(cell.checkpoint.folder)
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, logits_cache=False)
@@ -133,7 +134,7 @@ def test_weights_and_logits_are_the_librarys_own_to_the_bit(name, library, smoll
                           compute_dtype="bfloat16")  # fmt: skip
     planned = plan(Recipe.load(recipe), device="cpu")
     (cell,) = planned.cells
-    model, _ = load(cell, planned)
+    model = load(cell, planned)
     ours, _ = quantize(
         model, cell.quantization, calibration=None, digest="0" * 64, artifacts=tmp_path
     )

@@ -130,6 +130,9 @@ def _prompts(
 ) -> tuple[list[Prompt], list[list[str]]]:
     """Return prompts in tokens, cut as HFLM cuts them, and the stop strings of each."""
     kwargs = [normalize_gen_kwargs(request.args[1], hflm.max_gen_toks) for request in requests]
+    if requests and hflm.eot_token_id is None:
+        task = requests[0].task_name
+        raise EvaluationError(f"{task}: its tokenizer has no EOS token, at which lm-eval stops")
     eos = hflm.tok_decode(hflm.eot_token_id, skip_special_tokens=False)
     encoded = encode_texts(
         hflm.tokenizer,
