@@ -89,7 +89,7 @@ def shown(value: object, *, most: int = SHOWN) -> str:
 
 
 def some(names: Sequence[str], most: int = 8) -> str:
-    """Return the first few names as text, and how many more there are."""
+    """Return the first ``most`` names joined by commas, and how many more there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -109,7 +109,7 @@ def validation_line(error: ValidationError) -> str:
 
 
 def failure_line(problem: BaseException) -> str:
-    """Return what went wrong with a cell in one line, for its record; its log has the traceback."""
+    """Return why a cell failed, in one line for its record; the traceback is in its log."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if isinstance(problem, QbenchError):
         return " ".join(lines)

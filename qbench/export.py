@@ -42,7 +42,7 @@ def write_lm_eval(store: Store, record: Record, folder: Path) -> list[Path]:
 
 
 def results(record: Record) -> dict[str, Any]:
-    """Return what lm-eval's ``--output_path`` writes, as far as the record has it."""
+    """Return the JSON that lm-eval's ``--output_path`` writes, as far as the record has it."""
     parts = record.key_parts
     scoring = dict(parts.get("scoring") or {})
     tasks, groups = _by_task(record.scores), _by_task(record.groups)
@@ -115,6 +115,7 @@ def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[st
 
 
 def _scored(answers: list[Any]) -> dict[str, Any]:
+    """Return a document's log-likelihoods as lm-eval logs them."""
     given = [[str(answer.log_likelihood), str(bool(answer.greedy))] for answer in answers]
     return {"resps": [[answer] for answer in given], "filtered_resps": given}
 
@@ -132,6 +133,7 @@ def _texts(answers: list[Any], filter_: str) -> dict[str, Any]:
 
 
 def _by_task(scores: Sequence[Score | GroupScore]) -> dict[str, list[Score | GroupScore]]:
+    """Return the scores by task."""
     by_task: dict[str, list[Score | GroupScore]] = {}
     for score in scores:
         by_task.setdefault(score.task, []).append(score)
@@ -139,6 +141,7 @@ def _by_task(scores: Sequence[Score | GroupScore]) -> dict[str, list[Score | Gro
 
 
 def _values(scores: list[Score | GroupScore]) -> dict[str, Any]:
+    """Return a task's values by lm-eval's keys: ``metric,filter`` and ``metric_stderr,filter``."""
     row: dict[str, Any] = {"alias": scores[0].label}
     for score in scores:
         name, chosen = _metric(score)
@@ -148,7 +151,7 @@ def _values(scores: list[Score | GroupScore]) -> dict[str, Any]:
 
 
 def _metric(score: Score | GroupScore) -> tuple[str, str]:
-    """Return lm-eval's names of a metric and of its filter."""
+    """Return (metric, filter) as lm-eval names them."""
     return score.metric.partition(" [")[0], _filter(score.metric)
 
 
@@ -162,10 +165,9 @@ def card(
     comparison: Comparison | None = None,
     more: Sequence[str] = (),
 ) -> str:
-    """Return a model card, whose head belongs into the README.md of the model's repository:
-    evaluation results and ``base_model``, the hub id, as YAML; with a
-    ``comparison`` what was measured, the verdict and the losses with their intervals; the lines
-    ``more``; a table of the scores."""
+    """Return a model card for the README.md of the model's repository: evaluation results and
+    ``base_model`` (``hub_id``) as YAML; with a ``comparison`` the verdict and the losses with their
+    intervals; the lines ``more``; a table of the scores."""
     results, scores = [], (*record.scores, *record.groups)
     for score in scores:
         unit = 100 if is_percentage(score.metric) else 1
@@ -234,8 +236,8 @@ def _definition(task: str) -> dict[str, Any]:
 
 def export(store: Store, to: str, folder: Path) -> list[Path]:
     """Write every finished cell below ``folder`` in the format ``to``, lm-eval or model-card; with
-    "archive" all runs, records and analyses of the results folder as ``records.tar.xz``; return the
-    paths. Raises DamagedError if a record of the manifest, or a table of one, is damaged."""
+    "archive" the whole results folder as ``records.tar.xz``. Return the paths. Raises DamagedError
+    if a record or table is damaged."""
     if to == "archive":
         for record in store.records():
             for name in record.files:

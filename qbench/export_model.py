@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCell:
-    """A finished cell and its model. ``how``: how the quantized weights were obtained."""
+    """A finished cell with its model; ``how`` its quantized weights were obtained, in words."""
 
     record: Record
     cell: Cell
@@ -60,9 +60,9 @@ class MeasuredCell:
 def load_measured(store: Store, record: Record, cache: Path, device: str) -> MeasuredCell:
     """Return the finished cell of ``record`` with its model on ``device``.
 
-    Quantized weights come from the cache, or are computed again; either way those of layers must be
-    the ones that were audited. Raises ResultsError if this machine did not run the cell, or if
-    checkpoint, calibration text or weights are others now.
+    Quantized weights come from the cache or are computed again; their layers must equal the audited
+    ones. Raises ResultsError if this machine did not run the cell, or if checkpoint, calibration
+    text or weights have changed.
     """
     name, parts = record.cell, record.key_parts
     sources = find_sources(cache, store.manifest())
@@ -106,6 +106,7 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
 
 
 def _text(path: Path | None, text: dict[str, Any]) -> CalibrationText:
+    """Return the calibration text at ``path`` with the settings ``text`` of a key."""
     assert path is not None, "a run with calibrated cells keeps the path of their text"
     return CalibrationText(
         path=path, digest=text["text"], samples=text["samples"], length=text["length"],
@@ -114,7 +115,7 @@ def _text(path: Path | None, text: dict[str, Any]) -> CalibrationText:
 
 
 def _require_audited(record: Record, model: PreTrainedModel, config: Any) -> None:
-    """Raise ResultsError if the weights of ``model`` are not those that ``record`` audited."""
+    """Raise ResultsError if the weights of ``model`` differ from those that ``record`` audited."""
     audited = (
         {module.name: module.digest for module in record.audit.modules} if record.audit else {}
     )
@@ -133,10 +134,10 @@ def export_model(
     store: Store, record: Record, out: Path, cache: Path, chosen: str | None = None
 ) -> str:
     """Write the model of the finished cell of ``record`` to the new folder ``out``, in the format
-    ``chosen`` (None: the first of its method's). Return a line that says how its weights were
-    obtained, and how far the folder's logits, loaded again, are from the cell's.
+    ``chosen`` (None: the first that its method has). Return a line that says how its weights were
+    obtained, and how far the logits of the folder, loaded again, are from the cell's.
 
-    Raises UnavailableError if no format holds the cell, ResultsError if it cannot be loaded.
+    Raises UnavailableError if no format can hold the cell, ResultsError if it cannot be loaded.
     """
     measured = load_measured(store, record, cache, record.key_parts["device"])
     config, name = measured.cell.quantization, record.cell
@@ -161,6 +162,7 @@ def export_model(
 
 
 def _attention(record: Record) -> str:
+    """Return the sentence of the model card about the attention function."""
     if record.normalizer in ("softmax", "native"):
         return "Any library that knows the format computes its attention."
     return (f"It attends with {record.normalizer}: transformers alone would compute softmax; load "
@@ -230,7 +232,7 @@ def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module
 @torch.inference_mode()
 def compared(measured: MeasuredCell, reloaded: nn.Module) -> str:
     """Return in words how the logits of ``reloaded`` differ from the cell's. Raises
-    UnavailableError if by more than rounding."""
+    UnavailableError if they differ by more than rounding."""
     model = measured.model
     ids = probe_of(model.config.vocab_size).to(model.device)
     ours, theirs = (m(ids, use_cache=False).logits.float() for m in (model, reloaded))
@@ -259,7 +261,8 @@ def _arguments(form: QuantFormat, **more: Any) -> dict[str, Any]:
 
 
 def _weight_arguments(weights: Any) -> tuple[str, dict[str, Any]]:
-    """Return compressed-tensors' name of the layout, and the arguments of its weights."""
+    """Return compressed-tensors' name of the storage layout, and its QuantizationArgs of
+    ``weights``."""
     arguments = _arguments(weights.format, dynamic=False)
     if arguments["strategy"] == "token":
         arguments["strategy"] = "channel"
@@ -281,6 +284,8 @@ def _by_settings(weights: Any, layers: Iterable[str]) -> dict[Any, list[str]]:
 def _compressed_config(
     config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
 ) -> dict[str, Any]:
+    """Return compressed-tensors' quantization_config. Raises UnavailableError for settings that it
+    cannot express."""
     inputs, weights = config.activations, config.weights
     if inputs is not None and set(inputs.ignore) != set(weights.ignore):
         raise UnavailableError(f"{config.name}: weights and inputs leave out different layers")
@@ -301,6 +306,7 @@ def _compressed_config(
 
 
 def _compressed(module: nn.Module, config: QuantizationConfig) -> Tensors:
+    """Return the tensors that compressed-tensors stores of a layer, by name."""
     weights = config.weights
     if weights.method in ("gptq", "rtn"):
         codes = unpack_codes(module.codes, module.bits, module.in_features)
@@ -345,8 +351,8 @@ def bitstream(codes: Tensor, bits: int) -> Tensor:
 def _gptq_config(
     config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
 ) -> dict[str, Any]:
-    """Return GPTQ's config: the commonest settings, and under GPTQModel's key ``dynamic`` other
-    settings, and layers that are left out, by a pattern over full names."""
+    """Return GPTQ's quantization_config: the commonest settings; under GPTQModel's key ``dynamic``,
+    by patterns over full names, layers with other settings and unquantized ones."""
     if config.activations is not None:
         raise UnavailableError(f"{config.name}: it quantizes inputs: take compressed-tensors")
     by_settings = _by_settings(config.weights, layers)
@@ -373,7 +379,8 @@ def _pattern(sign: str, names: Iterable[str]) -> str:
 
 
 def _gptq(module: nn.Module, config: QuantizationConfig) -> Tensors:
-    """Return GPTQ's layout; its first version, of symmetric grids, stores zero points minus 1."""
+    """Return the tensors of a layer in GPTQ's layout; its first version, for symmetric grids,
+    stores zero points minus 1."""
     codes, columns = unpack_codes(module.codes, module.bits, module.in_features), module.order
     columns = torch.arange(module.in_features) if columns is None else columns.long()
     return {
@@ -390,6 +397,8 @@ def _gptq(module: nn.Module, config: QuantizationConfig) -> Tensors:
 def _bnb_config(
     config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
 ) -> dict[str, Any]:
+    """Return bitsandbytes' quantization_config. Raises UnavailableError for quantized
+    activations."""
     weights = config.weights
     if config.activations is not None:
         raise UnavailableError(f"{config.name}: the format of bitsandbytes holds weights alone")
@@ -415,9 +424,9 @@ FORMATS = {
 
 
 def formats_of(weights: Any) -> tuple[str, ...]:
-    """Return the formats that hold cells of these settings; of a mix those that hold each of its
-    settings. Of a mix in GPTQ's format transformers would not read the key ``dynamic``, so the
-    other one comes first."""
+    """Return the formats that can hold cells of these settings, the default first; for a mix those
+    that can hold each of its settings, compressed-tensors first, since transformers ignores the key
+    ``dynamic``."""
     if weights.method != "mixed":
         return FORMATS.get(weights.method, ())
     return tuple(name for name in ("compressed-tensors", "gptq")

@@ -48,8 +48,8 @@ def cache_folder() -> Path:
 
 
 def short_path(path: str | Path) -> str:
-    """Return a hub id as it is, a path relative to the working folder, or of another its last two
-    parts, so that records do not tell where a machine keeps its files."""
+    """Return a hub id as it is, a path below the working folder relative to it, and the last two
+    parts of any other path: records shall not reveal where a machine keeps its files."""
     path = Path(path)
     if not path.is_absolute():
         return str(path)
@@ -70,8 +70,8 @@ def content_key(values: dict[str, Any]) -> str:
 
 
 def digest_of_parts(payload: bytes | np.ndarray | Path) -> str:
-    """Return the SHA-256 of the SHA-256s of all parts of ``PART`` bytes of ``payload``, or of the
-    file's content if it is a path. Parts are hashed in threads: one takes a second for 1.2 GB."""
+    """Return the SHA-256 of the SHA-256s of all parts of ``PART`` bytes of ``payload`` (a path: of
+    the file). Parts are hashed in threads: one thread takes a second for 1.2 GB."""
     with ExitStack() as stack:
         if isinstance(payload, Path):
             number = stack.enter_context(payload.open("rb")).fileno()
@@ -125,7 +125,7 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
     """Write ``tensors`` by name, and the texts ``about`` as metadata, to the new file ``path``.
 
-    The file is readable as others are (safetensors makes it readable for its owner only). It is not
+    Others may read the file (safetensors makes it readable for its owner only). Tensors are not
     serialized in memory first. Raises OSError if it cannot be written.
     """
     from safetensors.torch import save_file
@@ -143,23 +143,22 @@ ABOUT = "about"  # the one entry of a file's metadata: several come in no fixed 
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """Write ``tensors`` by name, with ``about`` as metadata, to the file ``path``, and its digest
-    beside it. It is not synced to the disk, which may take longer than what made it: a file that a
-    crash of the host damages does not have its digest. Raises OutputError."""
+    """Write ``tensors`` by name, with ``about`` as metadata, and beside them their digest. Files
+    are not synced to the disk, which may take longer than computing them: a file damaged by a crash
+    of the host does not match its digest. Raises OutputError."""
     with replacing(path, sync=False) as making:
         save_tensors(making, tensors, {ABOUT: json.dumps(about, sort_keys=True)})
         checksum_file(path).write_text(f"{digest_of_parts(making)}\n")
 
 
 def checksum_file(path: Path) -> Path:
-    """Return where the digest of a file stands, that of ``digest_of_parts``."""
+    """Return the path of the file that holds the digest of ``path`` by ``digest_of_parts``."""
     return path.with_name(f"{path.name}.digest")
 
 
 def verify_tensors(path: Path, payload: bytes | None = None) -> dict[str, Any]:
-    """Read the whole file that ``write_tensors`` wrote and return its ``about``. ``payload``: its
-    content, if it was read already. Raises OSError or ValueError if it is missing or not what was
-    written."""
+    """Read the whole file that ``write_tensors`` wrote, compare it with its digest and return its
+    ``about``. Raises OSError or ValueError if it is missing or changed."""
     if checksum_file(path).read_text().strip() != digest_of_parts(payload or path):
         raise ValueError("its digest differs from the stated one")
     try:
@@ -225,7 +224,7 @@ def write_page(out: Path, results: Any, table: str) -> list[Path]:
 
 
 def temporary(path: Path) -> Path:
-    """Return where this process writes what then becomes ``path``."""
+    """Return the temporary path under which this process writes ``path``."""
     stem = f".{digest(os.fsencode(path.name))[:16]}.{HOST}."
     return path.with_name(f"{stem}{os.getpid()}.tmp")
 
@@ -246,7 +245,7 @@ def clean_temporaries(folder: Path) -> list[Path]:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of ``error`` without the file's path."""
+    """Return the message of an OSError without the file's path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -266,11 +265,11 @@ def _try(folder: Path) -> None:
 
 
 def kept_digest(path: Path, compute: Callable[[Path], str]) -> str:
-    """Return ``compute(path)``, or what it gave before for the same file, so that no large file is
-    read twice for its digest.
+    """Return ``compute(path)``, or the value kept from an earlier call for the unchanged file, so
+    that no large file is hashed twice.
 
-    A file is the same if its path, device, inode, size and times of change are. The digests are in
-    the folder ``digests`` of the cache. Raises OSError if the file cannot be read.
+    A file is unchanged if its path, device, inode, size and times of change are. Values are kept in
+    the cache's folder ``digests``. Raises OSError if the file cannot be read.
     """
     stat = path.stat()
     if stat.st_size < LARGE:
@@ -305,13 +304,13 @@ SCORING = (*QUANTIZING, "cell.py", "cell_result.py", "evaluation", "metrics.py")
 
 @cache
 def code_digest(modules: tuple[str, ...] = SCORING) -> str:
-    """Return the digest of ``modules``, files and folders of this qbench, as ``digest_of``."""
+    """Return the digest of ``modules``, files and folders of this qbench; see ``digest_of``."""
     return digest_of([PACKAGE / name for name in modules])
 
 
 def digest_of(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 over names and bytes of Python files and of those in folders: 64
-    hexadecimal digits."""
+    """Return the SHA-256 (64 hexadecimal digits) over names and bytes of the Python files in
+    ``paths``, files or folders."""
     total = hashlib.sha256()
     for path in paths:
         for module in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

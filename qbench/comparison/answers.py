@@ -58,8 +58,8 @@ class AnswerDamage:
 
     @property
     def hurt_most(self) -> tuple[str, float] | None:
-        """Return the class with the largest KL divergence per token, as a multiple of the mean of
-        all tokens; None if nothing is lost or classes are too rare."""
+        """Return (class, ratio): the class of tokens with the largest KL divergence, and how many
+        times the mean of all tokens it is. None if nothing is lost or classes are too rare."""
         common = {n: c.kl for n, c in self.by_class.items() if c.prompts >= FEWEST_PROMPTS}
         if not common or self.tokens.kl <= 0:
             return None
@@ -68,9 +68,9 @@ class AnswerDamage:
 
 
 def answer_damage(store: Store, record: Record, before: Record) -> AnswerDamage | None:
-    """Return what quantization changed in the answers of the cell of ``record``, whose unquantized
-    cell has the record ``before``; None if it read none. Raises ResultsError if a table is
-    damaged."""
+    """Return what quantization changed in the answers of the cell ``record`` against its
+    unquantized cell ``before``; None if the unquantized cell generated none. Raises ResultsError if
+    a table is damaged."""
     table, prompts = split_prompts(store.answers(record))
     if table["kl"].isna().any() or table.empty:
         return None
@@ -104,6 +104,7 @@ def split_prompts(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
 
 
 def _means(tokens: pd.DataFrame) -> TokenMeans:
+    """Return the means over the rows of ``tokens``."""
     return TokenMeans(
         len(tokens),
         tokens["document"].nunique(),
@@ -115,6 +116,7 @@ def _means(tokens: pd.DataFrame) -> TokenMeans:
 def _means_by(
     tokens: pd.DataFrame, names: Sequence[str], order: Sequence[str]
 ) -> dict[str, TokenMeans]:
+    """Return the means by ``names`` (one per row of ``tokens``), in the order ``order``."""
     groups = dict(list(tokens.groupby(np.array(names))))
     return {name: _means(groups[name]) for name in order if name in groups}
 

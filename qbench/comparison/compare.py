@@ -51,7 +51,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
 
 
 def _answers(comparison: Comparison, store: Store) -> dict[str, AnswerDamage]:
-    """Return what quantization changed in the answers of each cell that has read any."""
+    """Return cell → what quantization changed in its answers, for cells that have answers."""
     damages = {}
     for cell in comparison.grid.cells:
         record = comparison.records.get(cell.cell)
@@ -64,6 +64,7 @@ def _answers(comparison: Comparison, store: Store) -> dict[str, AnswerDamage]:
 
 
 def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
+    """Yield a row per task, precision and metric, unquantized precisions first in each task."""
     cells = {(cell.checkpoint, cell.quantizer): cell for cell in grid.cells}
     quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
     # A precision of which no cell has a record was not asked for yet: ``problems`` names its cells.
@@ -95,14 +96,14 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
 
 
 def _aggregation(score: Score | None) -> str:
-    """Return how documents become a score; of KL along answers that of all KL divergences."""
+    """Return how documents are averaged into a score; of KL along answers the aggregation of KL."""
     if score is None:
         return ""
     return KL_MEAN if score.metric == "kl" else score.aggregation
 
 
 def _metrics(task: str, scores: Iterable[Scores]) -> dict[str, Score | None]:
-    """Return metric → an example score, of the metrics that any record has of ``task``, in the
+    """Return metric → a score that has it, for all metrics of ``task`` in any record, in the
     paper's order."""
     examples: dict[str, Score | None] = {}
     for of_one in scores:
@@ -122,6 +123,7 @@ def _entry(
     scores: Mapping[str, Scores],
     name: tuple[str, str],
 ) -> RowValue:
+    """Return the score ``name`` (task, metric) of one cell, or the reason why there is none."""
     task, metric = name
     record = records.get(cell.cell) if cell else None
     status, reason = status_of(record) if cell else ("missing", "not in the grid")

@@ -1,7 +1,6 @@
 """Add effects with error bars to all rows of a comparison: Δ, damage, differences of damage.
 
-The same over seeds. Accuracies that a model only guesses are found, and corrected for
-chance. Slow to import (scipy).
+The same over seeds. Accuracies at chance level are marked. Slow to import (scipy).
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ ACCURACIES = ("acc", "acc_norm")
 
 
 def chance_of_tasks(comparison: Comparison, store: Store) -> dict[str, float]:
-    """Return task → the accuracy of guessing: the mean of 1 / choices over its documents, 0 if it
-    has none to choose from. Tasks of which no record's responses can be read are left out.
-    """
+    """Return task → accuracy of guessing: the mean of 1 / choices over its documents, 0 without
+    choices. Tasks whose responses cannot be read are left out."""
     chances: dict[str, float] = {}
     for record in comparison.records.values():
         tasks = {score.task for score in record.scores} - chances.keys()
@@ -106,8 +104,8 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
 
 
 def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
-    """Return a row over seeds for each of the comparison's that all groups have; ``columns`` as
-    ``columns_by_task`` gives them."""
+    """Return the rows over seeds: one per row of the comparison that all groups of trainings have.
+    ``columns``: see ``columns_by_task``."""
     groups = comparison.grid.replicates
     answers: dict[EffectKey, Effect | Missing] = {}
     means: dict[int, dict[str, float]] = defaultdict(dict)
@@ -131,7 +129,8 @@ def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
 def _by_metric(
     comparison: Comparison, columns: Columns, groups: Mapping[str, Sequence[str]]
 ) -> dict[tuple[str, str, str], dict[EffectKey, Trainings]]:
-    """Return task, metric and aggregation → the contrasts whose outcomes there are."""
+    """Return (task, metric, aggregation) → the contrasts of the rows whose outcomes are known, as
+    signed scores per training."""
     by_metric: dict[tuple[str, str, str], dict[EffectKey, Trainings]] = defaultdict(dict)
     for index, row in enumerate(comparison.lines):
         by_name = columns.get(row.task, {})
@@ -145,8 +144,8 @@ def _by_metric(
 def _by_row(
     comparison: Comparison, effects: Mapping[EffectKey, Effect | Missing]
 ) -> Mapping[int, Mapping[str, dict]]:
-    """Return the answers by row and contrast, p-values adjusted over the folder within each; those
-    of the task ``ANSWERS`` by themselves."""
+    """Return row index → contrast → checkpoint → effect. p-values are adjusted over the folder
+    within each contrast; those of the task ``ANSWERS`` separately."""
     answers: dict[int, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
     families: dict[tuple[str, bool], list[EffectKey]] = defaultdict(list)
     for (index, contrast, group), answer in effects.items():
@@ -166,8 +165,8 @@ def _by_row(
 
 
 def _guessed(comparison: Comparison, index: int, contrast: str, group: str) -> bool:
-    """Return whether an unquantized model of a contrast of damage may have guessed, so that there
-    is nothing to lose: such a row is in no family of tests."""
+    """Return whether an unquantized model of this damage contrast may be guessing. Then there is
+    nothing to lose, and the row is left out of the family of tests."""
     row, base = comparison.lines[index], next(iter(comparison.groups))
     if contrast in ("deltas", "against"):
         return False
@@ -195,8 +194,8 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name
 def _contrasts(
     comparison: Comparison, row: Row, groups: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str, list[list[Signs]]]]:
-    """Yield contrast, group, and the signed scores of its trainings; the first of ``groups`` is
-    the baseline."""
+    """Yield (contrast, group, signed scores of each training); the first of ``groups`` is the
+    baseline."""
     base, *others = groups
     unquantized = comparison.unquantized_of(row.quantizer)
     worse = -1 if row.higher_is_better else 1
@@ -234,7 +233,8 @@ def _contrasts(
 def _against(
     members: Sequence[str], base: Sequence[str], signs: Callable[[str, int], dict]
 ) -> list[list[Signs]]:
-    """Return one group minus another: pair by pair if there are equally many of both."""
+    """Return the contrasts of ``members`` minus ``base``, as signed scores: pair by pair if both
+    have equally many trainings, else each group by itself."""
     if len(members) == len(base):
         return [
             [

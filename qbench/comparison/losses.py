@@ -37,10 +37,8 @@ Columns = Mapping[object, Column]
 
 
 def kl_of(comparison: Comparison, store: Store) -> Losses:
-    """Return the KL divergences of all cells of a results folder that have any.
-
-    Raises ResultsError if a table of divergences is damaged.
-    """
+    """Return the KL divergences of all cells of a results folder that have them, with intervals and
+    tests. Raises ResultsError if a table of divergences is damaged."""
     records = {
         name: record
         for name, record in comparison.records.items()
@@ -50,7 +48,8 @@ def kl_of(comparison: Comparison, store: Store) -> Losses:
 
 
 def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) -> Losses:
-    """Return the KL divergences of cells; of one without a column the mean that its record has."""
+    """Return the KL divergences of cells from their columns by document; a cell whose column is
+    None gets its record's mean without an interval."""
     means = {
         name: float(column.values.mean()) if column else mean_of_tasks(comparison.records[name])
         for name, column in by_document.items()
@@ -92,7 +91,8 @@ def score_losses(
 
 
 def _loss(rows: Sequence[Row], row: Row, cell: str, base: str) -> float | None:
-    """Return the score of a cell minus that of another, of perplexities on logarithms."""
+    """Return the score of the cell ``cell`` minus that of ``base`` in ``rows``, the rows of the
+    metric of ``row``; for perplexities the difference of logarithms. None if either is missing."""
     values = {entry.cell: entry.value for each in rows for entry in each.entries}
     before, after = values.get(base), values.get(cell)
     if None in (before, after):
@@ -104,8 +104,8 @@ def _losses(
     comparison: Comparison, losses: Losses, terms: Mapping[str, Signs], columns: Columns,
     aggregation: str,
 ) -> Losses:  # fmt: skip
-    """Fill in what is inferred from the cells' ``terms``: the signed columns whose sum is a cell's
-    loss."""
+    """Add intervals, pairs and contrasts to ``losses``. ``terms``: cell → the signed columns whose
+    sum is its loss."""
 
     inferred = dict(zip(terms, effects(columns, [*terms.values()], aggregation), strict=True))
     cells = {cell: inferred.get(cell, Missing(reason=NO_DOCUMENTS)) for cell in losses.means}
@@ -148,7 +148,7 @@ def _against(
     members: Sequence[str], base: Sequence[str], names: Sequence[str],
     terms: Mapping[str, Signs], columns: Columns, aggregation: str,
 ) -> Effect | Missing:  # fmt: skip
-    """Return what ``members`` lose more than ``base``, mean over the quantizers ``names``."""
+    """Return the effect of ``members`` minus ``base``, as a mean over the quantizers ``names``."""
 
     def signs(member: str, sign: float) -> list[tuple[Signs, float]]:
         return [(terms[f"{member}/{name}"], sign / len(names)) for name in names]
@@ -176,6 +176,8 @@ def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:
 def _mean_difference(
     losses: Losses, members: Sequence[str], base: Sequence[str], names: Sequence[str]
 ) -> float | None:
+    """Return the mean loss of ``members`` minus that of ``base`` over the quantizers ``names``;
+    None if one is missing."""
     sides = []
     for group in (members, base):
         sizes = [losses.size(f"{member}/{name}") for member in group for name in names]
@@ -184,15 +186,15 @@ def _mean_difference(
 
 
 def _adjusted(answers: Mapping, *, keep: bool = False) -> dict:
-    """Return the effects with p adjusted over all of them; with ``keep`` also what has none."""
+    """Return the effects with p adjusted over all of them; with ``keep`` also the Missing ones."""
     tested = {key: each for key, each in answers.items() if not isinstance(each, Missing)}
     tested = dict(zip(tested, adjust(list(tested.values())), strict=True))
     return {**answers, **tested} if keep else tested
 
 
 def kl_column(store: Store, record: Record) -> Column | None:
-    """Return a record's mean KL divergence per document of all tasks; that of the model's answers
-    if no task has any; None if neither has."""
+    """Return a record's mean KL divergence per document over all tasks; without tasks that have it,
+    along the model's answers; None without either."""
     if "divergences" not in record.files:
         table = store.outcomes(record)
         along = table[(table["task"] == ANSWERS) & (table["metric"] == "kl")]
@@ -208,8 +210,8 @@ def kl_column(store: Store, record: Record) -> Column | None:
 
 
 def mean_of_tasks(record: Record) -> float | None:
-    """Return a record's mean KL divergence, tasks weighted by their documents; that of the model's
-    answers if no task has any; None if neither has."""
+    """Return a record's mean KL divergence, tasks weighted by their documents; without tasks that
+    have it, along the model's answers; None without either."""
     if not isinstance(record.damage, Damage):
         return None
     documents = {score.task: score.documents for score in record.scores}

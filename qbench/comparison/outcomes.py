@@ -19,8 +19,8 @@ Name = tuple[str, str]  # task, metric
 
 
 def of_groups(record: Record, columns: Mapping[Name, Column]) -> dict[Name, Column]:
-    """Return the outcomes of groups such as mmlu, by (group, metric): those of all documents of
-    their tasks, which ``columns`` holds."""
+    """Return (group, metric) → outcomes of groups such as mmlu: all documents of their tasks, which
+    ``columns`` must hold."""
     return {
         (group.group, group.metric): joined(
             {task: columns[task, group.metric] for task in group.tasks}
@@ -83,8 +83,8 @@ def flips_of(
 
 
 def cell_flips(store: Store, record: Record) -> ByTask:
-    """Return the flips of one record against the unquantized cell that its key names; nothing if
-    it names none, or that cell has no outcomes here."""
+    """Return the flips of one record against the unquantized cell that its key names; an empty
+    mapping without such a cell or its outcomes."""
     base = record.key_parts.get("damage against")
     for cell in store.manifest().cells if base and store.has_manifest() else ():
         if cell.key == base:
@@ -128,14 +128,14 @@ def count_flips(
 
 
 def right_answers(panel: Panel) -> NDArray | None:
-    """Return which documents of one metric are right in two cells, bool [documents, 2]; None if
-    they are neither right nor wrong: only values 0 and 1, of weight 1, are."""
+    """Return which documents two cells answer right, bool [documents, 2]; None if values are not
+    all 0 or 1 with weight 1."""
     binary = (panel.weights == 1).all() and np.isin(panel.values, (0, 1)).all()
     return panel.values == 1 if binary else None
 
 
 def _of_groups(record: Record, by_task: ByTask) -> dict[str, dict[str, Flips]]:
-    """Return the sums over the tasks of each group, if all of them have flips."""
+    """Return the flips of groups: the sums over their tasks, if all of these have flips."""
     sums: dict[str, dict[str, Flips]] = {}
     for group in record.groups:
         every = [by_task.get(task, {}).get(group.metric) for task in group.tasks]

@@ -53,7 +53,8 @@ FILES = {
 
 
 def changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return which files of the checkpoint differ; those of older records are not told apart."""
+    """Return in words which of weights, configuration and tokenizer differ; older records have one
+    digest for all of them."""
     before, after = old.get("checkpoint"), new.get("checkpoint")
     if not before or not after:
         return "other weights, configuration or tokenizer"
@@ -62,7 +63,7 @@ def changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def text(a: Record, b: Record) -> str:
-    """Return the differences between two records' keys, one per line, aligned."""
+    """Return the differences between the keys of two records, one aligned line each."""
     differences = key_differences(a.key_parts, b.key_parts)
     if not differences:
         return f"{a.cell} and {b.cell} have the same key, {a.key[:16]}."
@@ -181,8 +182,8 @@ class Row:
         return next(entry for entry in self.entries if entry.checkpoint == checkpoint)
 
     def effect(self, contrast: str, group: str) -> Effect | Missing | None:
-        """Return the effect of a checkpoint or group, or why it has none; None if it is not
-        asked."""
+        """Return the effect named ``contrast`` of a checkpoint or group, or why it has none; None
+        if it was not computed."""
         return getattr(self, contrast).get(group) or self.missing.get((contrast, group))
 
     def delta(self, checkpoint: str) -> float | None:
@@ -252,8 +253,9 @@ class Comparison:
         return next((cell.quantizer for cell in self.grid.cells if not cell.quantized), None)
 
     def unquantized_of(self, quantizer: str) -> str | None:
-        """Return the quantizer that damage of another is taken against: the first unquantized one
-        that computes in the same dtype, as KL divergence is. None if there is none."""
+        """Return the unquantized quantizer against which the damage of ``quantizer`` is measured:
+        the first that computes in the same dtype, as KL divergence requires. None if there is
+        none."""
         return self._unquantized.get(quantizer, self.unquantized)
 
     @functools.cached_property
@@ -296,8 +298,7 @@ class Comparison:
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Return name → checkpoints that are shown as one: trainings of one kind, or each
-        checkpoint by itself."""
+        """Return group name → its checkpoints: trainings of one kind, or single checkpoints."""
         return self.grid.replicates or {name: (name,) for name in self.grid.checkpoints}
 
     @property
@@ -319,7 +320,7 @@ class Comparison:
         return tuple(quantizing) or tuple({cell.method: None for cell in self.grid.cells})
 
     def task_damage(self, cell: str, task: str) -> TaskDamage | None:
-        """Return what was measured of one task or group of a cell; None if nothing was."""
+        """Return the damage of one task or group in a cell; None if it was not measured."""
         record = self.records.get(cell)
         measured = record.damage.tasks if record and isinstance(record.damage, Damage) else {}
         flips = dict(self.flips.get(cell, {}).get(task, {}))
@@ -339,8 +340,8 @@ class Comparison:
         return frozenset((row.task, row.metric) for row in self.lines)
 
     def redundant(self, row: Row) -> bool:
-        """Return whether another metric of the same task says the same, as word_perplexity and
-        bits_per_byte do."""
+        """Return whether the row repeats another metric of its task, as word_perplexity repeats
+        bits_per_byte."""
         return (row.task, REDUNDANT.get(row.metric)) in self._metrics
 
     def problems(self) -> list[tuple[GridCell, str]]:
@@ -363,8 +364,8 @@ class Comparison:
 
 
 def _of_tasks(record: Record) -> list[str]:
-    """Return a line for each task that could not be scored or not as the others were, and for
-    requests that were cut."""
+    """Return a line for each task that failed or was scored otherwise than the rest, and for
+    truncated requests."""
     scoring = record.scoring
     exact = scoring.exact_tasks if scoring else {}
     cut = scoring.truncated or 0 if scoring else 0
@@ -406,7 +407,7 @@ def gib(record: Record | None) -> float | None:
 
 
 def status_of(record: Record | None) -> tuple[Status, str]:
-    """Return whether a record's scores may be shown, and if not, why."""
+    """Return whether a record is ok, failed or missing, and the reason unless it is ok."""
     if record is None:
         return "missing", "no record; run the recipe again"
     if record.status == "failed":
@@ -417,7 +418,7 @@ def status_of(record: Record | None) -> tuple[Status, str]:
 
 
 def _short(reason: str) -> str:
-    """Shorten a reason to one readable line: an audit may name every layer."""
+    """Return ``reason`` as one short line: an audit may name every layer."""
     return textwrap.shorten(reason, 240, placeholder=" … (the record has the whole text)")
 
 
@@ -464,7 +465,7 @@ def training_notes(comparison: Comparison) -> list[str]:
 
 
 def trained(records: Iterable[Record]) -> dict[str, Trained]:
-    """Return checkpoint → how it was trained, of those that say so."""
+    """Return checkpoint → the summary of its training, for checkpoints that qbench trained."""
     return {record.checkpoint: record.training for record in records if record.training is not None}
 
 

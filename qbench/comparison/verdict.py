@@ -1,4 +1,4 @@
-"""Say the answer in a few sentences, the same in terminal, tables, viewer and Python.
+"""Write the answer in a few sentences, the same in terminal, tables, viewer and Python.
 
 The primary measure is KL divergence from the unquantized model over all tasks, documents weighted
 alike, or the score that the recipe names; losses in scores are secondary.
@@ -67,7 +67,8 @@ def margin_of(losses: Losses | Row) -> float:
 
 
 def ordered(comparison: Comparison, checkpoint: str) -> list[str]:
-    """Return a checkpoint's quantizers that have the primary measure, the smallest loss first."""
+    """Return a checkpoint's quantizers, smallest loss in the primary measure first; those without
+    it are left out."""
     means = comparison.primary.means if comparison.primary else {}
     names = [name for name in comparison.quantizers if f"{checkpoint}/{name}" in means]
     return sorted(names, key=lambda name: means[f"{checkpoint}/{name}"])
@@ -83,8 +84,8 @@ def nearer(comparison: Comparison, checkpoint: str, name: str, other: str) -> bo
 
 
 def ties(comparison: Comparison, checkpoint: str) -> list[list[str]]:
-    """Return the quantizers in order, those that no test tells from the first of a group
-    together."""
+    """Return a checkpoint's quantizers in order, in groups: no test tells the members of a group
+    from its first."""
     groups: list[list[str]] = []
     for name in ordered(comparison, checkpoint):
         if groups and not nearer(comparison, checkpoint, groups[-1][0], name):
@@ -120,6 +121,8 @@ def _name(losses: Losses) -> str:
 def _one_model(
     comparison: Comparison, losses: Losses, checkpoint: str, margin: float | None
 ) -> Iterator[str]:
+    """Yield the sentences about one checkpoint: precisions in order, smallest detectable
+    difference, precisions to avoid, the smallest that stays within ``margin``."""
     names = ordered(comparison, checkpoint)
     groups, texts = ties(comparison, checkpoint), []
     for group in groups if losses.pairs else [[name] for name in names]:
@@ -226,7 +229,7 @@ def _beside_weights(record: Record) -> str:
 
 
 def _size(record: Record) -> float | None:
-    """Return the GiB of all weights; bits per weight in records of earlier versions."""
+    """Return the GiB of all weights; for records of earlier versions bits per weight."""
     if record.audit and record.audit.size:
         return record.audit.size.gib
     return record.audit.bits_per_weight if record.audit else None
@@ -236,6 +239,8 @@ def _size(record: Record) -> float | None:
 
 
 def _two_models(comparison: Comparison, losses: Losses, group: str) -> str:
+    """Return the sentence on how much more quantization costs ``group`` than the baseline
+    checkpoint."""
     base, what = (
         next(iter(comparison.groups)),
         "KL" if losses.is_kl else f"loss in {losses.measure}",
@@ -272,8 +277,8 @@ def _two_models(comparison: Comparison, losses: Losses, group: str) -> str:
 
 
 def _excluded(losses: Losses, answer: Effect) -> str:
-    """Say which size of an effect that is not significant is excluded, and how many documents
-    would show that it stays within the margin."""
+    """Return which size of a non-significant effect is excluded, and how many documents would show
+    that it stays within the margin."""
     bound = value_text(losses.kind, answer.bounds[1], percent=losses.percent)
     margin = MARGIN_KL_RATIO if losses.is_kl else margin_of(losses)
     text = f"At most it is {bound.lstrip('+')} (95 %)"
@@ -288,7 +293,7 @@ def _excluded(losses: Losses, answer: Effect) -> str:
 
 
 def _scores(comparison: Comparison) -> Iterator[str]:
-    """Yield what the scores show: of each other model against the baseline, or of one model."""
+    """Yield the sentences about scores: each other model against the baseline, or the one model."""
     groups = list(comparison.groups)
     contrast = "differences" if len(groups) > 1 else "damages"
     for group in groups[1:] or groups:
@@ -309,7 +314,7 @@ def _scores(comparison: Comparison) -> Iterator[str]:
 
 
 def _power(tested: Sequence[tuple[Row, Effect]]) -> str:
-    """Say which losses of accuracy would have been seen, which are excluded, and how many
+    """Return which losses of accuracy would have been seen, which are excluded, and how many
     documents would show that a loss stays within a point."""
     points = [each for row, each in tested if row.percent]
     sizes = [min(each.detectable, 1.0) for each in points]
@@ -339,6 +344,7 @@ def _power(tested: Sequence[tuple[Row, Effect]]) -> str:
 
 
 def _effects(comparison: Comparison, contrast: str, group: str) -> Iterator[tuple[Row, Effect]]:
+    """Yield each row with an effect of this contrast and group, and the effect."""
     for row in comparison.seeds or comparison.lines:
         answer = getattr(row, contrast).get(group) if row.task != ANSWERS else None
         if answer is not None and not comparison.redundant(row):
@@ -346,7 +352,7 @@ def _effects(comparison: Comparison, contrast: str, group: str) -> Iterator[tupl
 
 
 def _unquantized(comparison: Comparison) -> Iterator[str]:
-    """Yield how each other checkpoint scores against the baseline, if nothing is quantized."""
+    """Yield, if nothing is quantized, how each other checkpoint scores against the baseline."""
     base, *others = comparison.groups
     if not others:
         yield "Nothing is quantized, so there is no damage."

@@ -79,6 +79,7 @@ def each_text(effect: AnEffect, *, percent: bool) -> str:
 
 
 def _sign(effect: Effect | Missing) -> str:
+    """Return ``× `` before ratios, else ""."""
     return f"{TIMES} " if effect.kind == "log ratio" else ""
 
 
@@ -109,6 +110,8 @@ SHARE_NOTE = f"{SHARE}: the part of the variance of the effect’s mean that com
 
 
 def share_text(effect: AnEffect) -> str:
+    """Return the share of an effect's variance that comes from the seeds, such as ``40 %``; a dash
+    without seeds."""
     share = getattr(effect, "of_seeds", None)
     return NO_VALUE if share is None else f"{100 * share:.0f} %"
 
@@ -118,7 +121,7 @@ def mostly_seeds(effect: Effect) -> bool:
 
 
 def order_note(comparison: Comparison) -> str:
-    """Say which training is which, in the order of the columns ``each``."""
+    """Return the note that lists the trainings in the order of the columns ``each``."""
     trainings = trained(comparison.records.values())
     groups = (
         ", ".join(f"{m} (seed {trainings[m].seed})" if m in trainings else m for m in members)

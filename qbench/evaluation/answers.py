@@ -109,8 +109,8 @@ def answer(
     base: TaskHiddenStates | None,
     read: bool,
 ) -> Answered:
-    """Generate the cell's answers; with ``read`` let the scorer's observer see trajectories: those
-    of ``base``, the unquantized cell's, or the cell's own if it is None.
+    """Generate the cell's answers. With ``read`` also score trajectories, for the scorer's
+    observer: the answers of ``base``, the unquantized cell, or the cell's own if it is None.
 
     Raises EvaluationError if a prompt cannot be rendered or is too long, or the scorer gives no
     tokens.
@@ -148,7 +148,8 @@ def answer(
 def _ask(
     scorer: Any, task: LoadedTask, settings: ScoringSettings, tokenizer: PreTrainedTokenizerBase
 ) -> list[AnswerPrompt]:
-    """Return every answer to ask for, in the order of documents and samples."""
+    """Return a prompt per document and sample, in order, rendered by the chat template and
+    encoded."""
     assert task.answers is not None
     if task.answers.from_task:
         build_requests(task.task, replace(settings, chat=None))
@@ -245,7 +246,8 @@ def _scored(
 
 
 def with_kl(scored: Outcomes, divergences: pd.DataFrame, label: str) -> Outcomes:
-    """Add the KL divergence along the answers, by prompt, and its variance if answers are drawn."""
+    """Return ``scored`` with the KL divergence along the answers added, per prompt, and its
+    variance if answers are drawn."""
     samples = divergences.groupby(["document", "request"])["kl"].mean()
     prompts = divergences.groupby("document")["kl"].mean()
     spread = samples.groupby("document").sem() ** 2
@@ -261,6 +263,7 @@ def with_kl(scored: Outcomes, divergences: pd.DataFrame, label: str) -> Outcomes
 
 
 def _scores(outcomes: pd.DataFrame, label: str) -> tuple[Score, ...]:
+    """Return the scores of answers: the mean of each metric over prompts."""
     return tuple(
         Score(
             task=ANSWERS,

@@ -105,7 +105,8 @@ class TemplateTask(ConfigurableTask):
 
     @property
     def eval_docs(self) -> Any:
-        """Return the documents, read from their data set once: each is asked for five times."""
+        """Return the documents, read from their data set only once: lm-eval reads them five
+        times."""
         return super().eval_docs if self._documents is None else self._documents
 
     def fewshot_docs(self) -> Any:
@@ -128,10 +129,11 @@ class TemplateTask(ConfigurableTask):
 
     @property
     def draws_nothing(self) -> bool:
-        """Return whether its requests are the same whatever was drawn before."""
+        """Return whether its requests do not depend on earlier random draws."""
         return not self.has_code and not self.config.num_fewshot
 
     def build_all_requests(self, **settings: Any) -> None:
+        """Build the requests once, since models of a process share them; forget earlier answers."""
         if not self.draws_nothing or self._built != settings:
             super().build_all_requests(**settings)
             self._built = settings
@@ -139,9 +141,8 @@ class TemplateTask(ConfigurableTask):
             instance.resps, instance.filtered_resps = [], {}
 
     def _function(self, name: str, override: Any, read: Callable[[str], Any]) -> Any:
-        """Return a function that renders a compiled template and reads the result as lm-eval does;
-        ``override`` if it is no template.
-        """
+        """Return a function that renders the Jinja template and converts the text by ``read``;
+        ``override`` instead if it is not a template."""
         template = getattr(self.config, name) if override is None else override
         if self.prompt is not None or not isinstance(template, str) or template in self.features:
             return override
@@ -183,7 +184,7 @@ class LoadedTask:
     answers: AnswerSettings | None = None  # of the task ``ANSWERS``
 
     def location(self, document: int) -> str:
-        """Return where a document stands, for messages: file and line, or its number."""
+        """Return a document's place for messages: file and line, or its number."""
         if self.lines:
             path, line = self.lines[document]
             return f"{path}:{line}"
@@ -197,13 +198,13 @@ class LoadedTask:
 
 @functools.lru_cache(maxsize=KEPT)
 def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
-    """Return lm-eval's object of ``spec``; the same one each time that a process asks.
+    """Return lm-eval's object of ``spec``; a process gets the same one each time.
 
-    ``tokenizer`` is the folder of the checkpoint's, for a definition that sizes its prompts by it
-    (``spec.needs_tokenizer``).
+    ``tokenizer`` is the folder of the checkpoint's, for a definition whose prompts have a length in
+    tokens (``spec.needs_tokenizer``).
 
-    Raises DataError where definition or data are no longer those that were planned, or where
-    lm-eval cannot use them.
+    Raises DataError if definition or data changed since they were planned, or if lm-eval cannot use
+    them.
     """
     config = read_definition(spec.definition).config
     config["num_fewshot"] = spec.num_fewshot
@@ -288,7 +289,8 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
 def _overrides(
     spec: TaskSpec, config: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[tuple[Path, int], ...]]:
-    """Return what replaces parts of the definition, and file and line of each evaluated row."""
+    """Return the keys that replace those of the definition, so that it reads the planned data; and
+    (file, line) of each evaluated row. Raises DataError if a file changed."""
     overrides: dict[str, Any] = {"task": spec.name}
     if spec.stated_fewshot is not None:
         overrides["num_fewshot"] = spec.stated_fewshot
@@ -324,7 +326,7 @@ def _overrides(
 
 
 def seed_generators(seed: int = 0) -> None:
-    """Seed Python, NumPy and torch, counted from lm-eval's own seeds."""
+    """Seed the generators of Python, NumPy and torch: ``seed`` is added to lm-eval's defaults."""
     random.seed(seed)
     np.random.seed((1234 + seed) % 2**32)
     torch.manual_seed(1234 + seed)
@@ -340,8 +342,7 @@ def _unknown_metric(spec: TaskSpec, metric: str) -> DataError:
 
 def _digest(task: ConfigurableTask, answers: AnswerSettings | None = None) -> str:
     """Return the SHA-256 of the definition (functions by their source), every evaluated document,
-    if examples are shown every document that they are drawn from, and how ``answers`` are made.
-    """
+    the documents of few-shot examples if any are shown, and the settings ``answers``."""
     left_out = ORIGIN_KEYS if task.config.num_fewshot else {*ORIGIN_KEYS, "fewshot_config"}
     config = {key: value for key, value in task.dump_config().items() if key not in left_out}
     total = hashlib.sha256(json.dumps(config, sort_keys=True, default=_written).encode())
@@ -356,9 +357,8 @@ def _digest(task: ConfigurableTask, answers: AnswerSettings | None = None) -> st
 
 
 def _written(value: Any) -> str:
-    """Return text for what JSON cannot hold, the same in every process: functions by their source,
-    not by their address.
-    """
+    """Return ``value`` as text for JSON, the same in every process: functions by their source
+    instead of their address."""
     if callable(value):
         try:
             return inspect.getsource(value)
@@ -369,11 +369,10 @@ def _written(value: Any) -> str:
 
 @functools.lru_cache(maxsize=KEPT)
 def check_documents(task: LoadedTask, limit: int | None = None) -> None:
-    """Raises DataError where one of the first ``limit`` documents of ``task`` asks nothing or has
-    no right answer. Its label may be missing, hidden (−1) or name none of the choices.
+    """Raise DataError if one of the first ``limit`` documents has an empty prompt or no right
+    answer: its label may be missing, hidden (−1) or outside the choices.
 
-    Tasks with a ``process_results`` of their own judge by their own rules and are only checked
-    for targets that cannot be made at all.
+    Tasks with a ``process_results`` of their own are only checked for targets that cannot be made.
     """
     problems = []
     documents = list(itertools.islice(task.task.eval_docs, limit))
@@ -390,6 +389,8 @@ def check_documents(task: LoadedTask, limit: int | None = None) -> None:
 
 
 def _problem(task: Any, document: dict[str, Any]) -> str | None:
+    """Return why a document cannot be scored (empty field, no target, label outside the choices);
+    None if it can."""
     for name in ("doc_to_text", "doc_to_target"):
         template, of_target = getattr(task.config, name, None), name == "doc_to_target"
         if not isinstance(template, str) or (of_target and task.OUTPUT_TYPE == "multiple_choice"):
@@ -463,9 +464,10 @@ class _Sample:
 
 
 def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
-    """Score one task with ``model``. Batches hold requests of this task alone.
+    """Score one task with ``model``; return scores and tables. Batches hold requests of this task
+    only.
 
-    Raises DataError if a document asks nothing or has no right answer, EvaluationError if a
+    Raises DataError if a document has an empty prompt or no right answer, EvaluationError if a
     log-likelihood or a score is not a number.
     """
     ask(model, task, settings)
@@ -473,7 +475,8 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
 
 
 def ask(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> None:
-    """Put the answers of ``model`` into the instances of lm-eval's task; raises as ``evaluate``."""
+    """Have ``model`` answer the task's requests, and store the answers in lm-eval's instances.
+    Raises as ``evaluate``."""
     check_documents(task, settings.limit)
     build_requests(task.task, settings, model)
     hflm = getattr(model, "hflm", None)
@@ -494,7 +497,8 @@ def ask(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings)
 
 
 def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
-    """Return lm-eval's metrics of the answers that ``ask`` put there; raises as ``evaluate``."""
+    """Return the scores, outcomes and responses of the answers that ``ask`` stored. Raises as
+    ``evaluate``."""
     with _named(task.name, "its answers cannot be judged"):
         samples = list(_samples(task.task, settings.limit))
     # Of a metric with two numbers per document they are value and weight: a value and its
@@ -529,9 +533,8 @@ def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
 
 @contextmanager
 def _named(task: str, what: str) -> Iterator[None]:
-    """Raise errors of lm-eval's code and of the task's own as EvaluationError with the
-    task's name.
-    """
+    """Turn exceptions in the body, from lm-eval's or the task's code, into an EvaluationError that
+    begins with ``task`` and ``what``."""
     try:
         yield
     except QbenchError:
@@ -542,19 +545,18 @@ def _named(task: str, what: str) -> Iterator[None]:
 
 
 def build_ahead(tasks: Sequence[LoadedTask], settings: ScoringSettings) -> None:
-    """Build the requests that ``build_requests`` need not draw or put into a chat template; it then
-    finds them built."""
+    """Build the requests of tasks that draw nothing at random and need no chat template, so that
+    ``build_requests`` has them ready."""
     for task in tasks:
         if settings.chat is None and getattr(task.task, "draws_nothing", False):
             task.task.build_all_requests(limit=settings.limit, rank=0, world_size=1)
 
 
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:
-    """Build the ``instances`` of an lm-eval task as its ``simple_evaluate`` does.
+    """Build the ``instances`` of an lm-eval task as its ``simple_evaluate`` does. ``settings.seed``
+    is added to lm-eval's seeds. ``model`` has the chat template for ``settings.chat``.
 
-    Seeds are counted from lm-eval's, so that seed 0 draws what lm-eval draws. ``model`` has the
-    chat template that ``settings.chat`` may ask for. Raises EvaluationError if that has no system
-    role and one is needed.
+    Raises EvaluationError if a system role is needed and the template has none.
     """
     seed_generators(settings.seed)
     TaskManager(include_defaults=False).load([task])  # asks for its name, which draws each time
@@ -581,8 +583,8 @@ def _render(model: Any, turns: list[dict[str, str]], **options: Any) -> str:
 
 
 def _require_system_role(render: Callable[..., str], task: Any, instruction: str | None) -> None:
-    """Raises EvaluationError if the template has no place for a system instruction or the task's
-    description, which lm-eval would leave out with a warning."""
+    """Raise EvaluationError if the template has no system role, but there is a system instruction
+    or a task description: lm-eval would leave them out with a warning."""
     name, text, remedy = "evaluation.system_instruction", instruction, "leave it out"
     if text is None:
         document = next(iter(task.eval_docs), {})
@@ -599,11 +601,11 @@ def _require_system_role(render: Callable[..., str], task: Any, instruction: str
 def rebuild_requests(
     record: Record, specs: Sequence[TaskSpec], documents: int, task: str | None = None
 ) -> dict[str, dict[int, Question]]:
-    """Return what was asked, by task and document, for the first ``documents``.
+    """Return task → document → its prompt texts and right answer, for the first ``documents``.
 
-    Records do not keep prompts; they are made again from the recipe and its data. Prompts that are
-    made for a tokenizer are left out: those that are sized by it, and conversations. Raises
-    DataError if recipe and data ask something else than the record's cell was asked.
+    Records do not keep prompts; they are made again from the recipe and its data. Prompts that
+    depend on a tokenizer (conversations, prompts of a length in tokens) are left out. Raises
+    DataError if recipe or data differ from those that the record's cell scored.
     """
     scoring = record.key_parts.get("scoring") or {}
     settings = ScoringSettings(
@@ -644,8 +646,8 @@ def rebuild_requests(
 
 
 def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
-    """Return the index of the right choice, the first of several, or the right text; None if there
-    is neither."""
+    """Return the right answer: the index of the (first) right choice, or a text; None without
+    either."""
     if task.OUTPUT_TYPE not in ("multiple_choice", "generate_until"):
         return None
     with suppress(Exception):  # a task's own code, for display alone
@@ -659,8 +661,8 @@ def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
 
 
 def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
-    """Yield each document with its metrics, filter by filter. Of several drawn answers they are
-    means, with their variances, unless a filter makes one answer of all."""
+    """Yield a sample per document and filter with its metrics. With several drawn answers metrics
+    are means, with their variances, unless a filter joins the answers."""
     drawn = (task.config.generation_kwargs or {}).get("do_sample")
     filters = [part for ensemble in task._filters for part in ensemble.filters]
     names = {getattr(part, "func", part).__name__ for part in filters}
@@ -694,7 +696,7 @@ def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
 
 
 def _judged(task: Any, limit: int | None) -> Iterator[_Sample]:
-    """Yield each document with lm-eval's metrics, filter by filter."""
+    """Yield a sample per document and filter, with lm-eval's metrics."""
     task.apply_filters()
     requests: dict[int, list[Any]] = defaultdict(list)
     for instance in task.instances:
@@ -714,6 +716,7 @@ def _judged(task: Any, limit: int | None) -> Iterator[_Sample]:
 def _scores(
     task: LoadedTask, samples: Sequence[_Sample], outcomes: pd.DataFrame
 ) -> Iterator[Score]:
+    """Yield a score per metric and filter, aggregated by lm-eval over ``samples``."""
     items: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for sample in samples:
         for metric, value in sample.metrics.items():
@@ -746,7 +749,7 @@ def _scores(
 
 
 def group_scores(groups: Sequence[TaskGroup], scores: Sequence[Score]) -> tuple[GroupScore, ...]:
-    """Return the scores of groups all of whose tasks have been scored, by lm-eval's arithmetic."""
+    """Return the scores of those groups whose tasks were all scored, by lm-eval's arithmetic."""
     scored = []
     for group in groups:
         by_task = {task: {s.metric: s for s in scores if s.task == task} for task in group.tasks}
@@ -796,14 +799,13 @@ def _standard_error(aggregation: str, values: pd.Series) -> float | None:
 
 
 def _name(metric: str, filter_: str) -> str:
+    """Return the metric's name, with the filter in brackets unless it is lm-eval's ``none``."""
     return metric if filter_ == "none" else f"{metric} [{filter_}]"
 
 
 def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
-    """Return log-likelihoods and texts with the columns ``RESPONSE_COLUMNS``, in lm-eval's order of
-    filters, documents and requests: the model's answers, a row for each time that it was asked, and
-    what a filter made of a text, if that is not the answer itself.
-    """
+    """Return log-likelihoods and texts as a table with the columns ``RESPONSE_COLUMNS``: a row per
+    answer of the model, and one per text that a filter changed, by filter, document and request."""
     rows: list[Response] = []
     for sample in samples:
         for request, answers in enumerate(sample.resps):

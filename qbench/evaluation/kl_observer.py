@@ -52,8 +52,8 @@ class BaselineHiddenStates:
     bias: Tensor | None
 
     def save(self, cache: Path, parts: Mapping[str, Any], task: str) -> None:
-        """Write what is kept of ``task`` and the LM head, under the keys of the cell with the key
-        parts ``parts``, each file with its digest beside it. Raises ResultsError if that fails."""
+        """Write the hidden states of ``task``, and the LM head, to the cache, each with its digest.
+        ``parts``: the cell's key parts. Raises ResultsError if that fails."""
         states = self.tasks.get(task)
         tensors = {} if states is None else states._asdict()
         named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -81,6 +81,7 @@ class BaselineHiddenStates:
 
 
 def _write(cache: Path, key: str, tensors: dict[str, Tensor]) -> None:
+    """Write ``tensors`` to the cache under ``key``. Raises ResultsError with a remedy."""
     path = baseline_file(cache, key)
     clean_temporaries(path.parent)
     try:
@@ -92,6 +93,8 @@ def _write(cache: Path, key: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _read(cache: Path, key: str) -> dict[str, Tensor]:
+    """Return the tensors under ``key`` in the cache, verified and memory-mapped. Raises
+    ResultsError."""
     path = baseline_file(cache, key)
     verify_baseline(path, key)
     try:
@@ -102,6 +105,7 @@ def _read(cache: Path, key: str) -> dict[str, Tensor]:
 
 
 def _task_of(instances: Sequence[Any]) -> str:
+    """Return the name of the only task of ``instances``."""
     (name,) = {instance.task_name for instance in instances}  # a task a call
     return name
 
@@ -115,7 +119,7 @@ class BaselineWriter:
         self._rows: list[tuple[Tensor, Scored]] = []  # of the call at work, on the host
 
     def hidden_states(self) -> BaselineHiddenStates:
-        """Return what is kept by now, and the LM head."""
+        """Return the hidden states kept so far, and the LM head."""
         if self._head is None:
             return BaselineHiddenStates({}, torch.empty(0), None)
         weight, bias = self._head.weight, self._head.bias
@@ -126,7 +130,7 @@ class BaselineWriter:
         )
 
     def forget(self) -> None:
-        """Drop the hidden states, which are on disk by now."""
+        """Drop the hidden states from memory, once they are on disk."""
         self._tasks.clear()
 
     def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:

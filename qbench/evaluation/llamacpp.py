@@ -245,8 +245,8 @@ class LlamaCpp:
         return answers
 
     def disagreement(self, dequantized: Any, probe: Tensor) -> list[str]:
-        """Return a line if llama.cpp's logits differ from those of ``dequantized``, a transformers
-        model with the file's weights; else an empty list."""
+        """Return a list with one line if llama.cpp's logits differ from those of ``dequantized``, a
+        transformers model with the file's weights; else an empty list."""
         with torch.no_grad():
             expected = dequantized(input_ids=probe, use_cache=False).logits.float().cpu()
         logits = torch.stack(
@@ -269,7 +269,7 @@ def _free(library: Any, batch: Any, context: Any, model: Any) -> None:
 
 
 def _silence(library: Any) -> None:
-    """Keep the errors of the last file, and nothing else of what llama.cpp prints."""
+    """Discard what llama.cpp prints, but keep the last errors for messages."""
     global _logger
 
     def keep(level: int, text: bytes, data: Any) -> None:
@@ -349,6 +349,8 @@ class LlamaCppScorer(Scorer):
         return answers
 
     def _answer(self, request: Request, observer: Observer | None) -> LogLikelihood:
+        """Return (log-likelihood in nats, whether greedy) of one request; show its logits to the
+        observer."""
         inputs = request.inputs(self.settings.max_length)
         targets = torch.tensor(request.tokens[-request.scored :])
         total, greedy, done = 0.0, True, 0
@@ -427,6 +429,8 @@ class ExternalScorer(LM):
         return self._asked("generate_until", requests)
 
     def _asked(self, kind: str, requests: list[Any]) -> list[Any]:
+        """Return the runtime's answers to ``requests`` of one kind. Raises EvaluationError with its
+        error."""
         try:
             return getattr(self.model, kind)(requests, disable_tqdm=True)
         except (Exception, SystemExit) as error:  # of the runtime, whatever it is

@@ -47,8 +47,8 @@ class Tolerance:
 
 
 def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | None:
-    """Return why fast scores are farther from exact ones than ``tolerance`` allows, or may be as
-    far as this sample can tell; None if they are not."""
+    """Return why fast scores differ from exact ones by more than ``tolerance``, or may do so by
+    what this sample tells; None if they do not."""
     reasons = {} if sample.by_bias else {
         "mean": (
             sample.mean_per_token,
@@ -92,17 +92,16 @@ def bias_margin(sample: SampleDifference) -> float:
 
 
 def undecided(tolerance: Tolerance, sample: SampleDifference) -> bool:
-    """Return whether more documents may tell that the bias lies within its bound: it does not by
-    this sample, and is not so far beyond that no chance explains it."""
+    """Return whether more documents may show that the bias is within its bound: this sample does
+    not, but chance could explain that."""
     bound = tolerance.mean if sample.by_bias else tolerance.bias
     bias, margin = abs(sample.bias_per_token or 0.0), bias_margin(sample)
     return margin > 0 and bias - 3 * margin <= bound < bias + margin
 
 
 def tolerance_violation(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
-    """Return why a record does not pass ``tolerance``, which may be tighter than when it was made;
-    None if it does, or if nothing was scored fast.
-    """
+    """Return why a record's scores violate ``tolerance``, which may be tighter than when they were
+    made; None if they do not, or if nothing was scored fast."""
     if report is None or report.difference_from_exact is None:
         return None
     samples = report.difference_from_exact.samples
@@ -189,9 +188,8 @@ class ScoringSettings:
         assert (self.mode == "fast") == (self.batch_tokens is not None)
 
     def key_parts(self) -> dict[str, Any]:
-        """Return what belongs into a cell's key. ``tolerance`` changes no score: a record is
-        compared with it when it is read (``tolerance_violation``).
-        """
+        """Return the settings for a cell's key. ``tolerance`` is left out: it changes no score and
+        is compared when a record is read (``tolerance_violation``)."""
         left_out = {"tolerance", "amplifies_rounding", "fallback", "packed", "shares_scales"}
         left_out |= set() if self.chat else {"chat"}
         return {k: v for k, v in asdict(self).items() if k not in left_out}
@@ -209,7 +207,8 @@ def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:
-    """Return a configuration's width, under the names that transformers' models have for it."""
+    """Return the width of the hidden states, under any name that transformers' configurations have
+    for it."""
     inner = config.get("text_config")
     levels = (config, inner) if isinstance(inner, Mapping) else (config,)
     widths = (level.get(n) for level in levels for n in ("hidden_size", "n_embd", "d_model"))

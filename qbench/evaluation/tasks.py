@@ -87,7 +87,8 @@ class Definition:
 
 
 def read_definition(path: Path) -> Definition:
-    """Raises RecipeError for a file that is no definition."""
+    """Return the definition in the YAML file ``path``, includes resolved. Raises RecipeError if it
+    is not one."""
     try:
         config = _resolved(path.expanduser().resolve(), ())
     except (yaml.YAMLError, OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -97,6 +98,8 @@ def read_definition(path: Path) -> Definition:
 
 
 def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the values of a definition with its includes merged. ``within``: the files that
+    include it. Raises ValueError for a cycle."""
     if path in within:
         raise ValueError(f"it includes itself through {path}")
 
@@ -161,9 +164,8 @@ class TaskGroup:
 
 
 def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
-    """Return the groups of ``name``, itself and those within it, that lm-eval gives a score of
-    their own (``aggregate_metric_list``).
-    """
+    """Return those groups of ``name``, itself and groups within it, that lm-eval scores
+    (``aggregate_metric_list``)."""
     if _find("task", name, definitions) is not None:  # first: lm-eval's files need not be read
         return []
     path = _find("group", name, definitions)
@@ -215,13 +217,14 @@ def _find(kind: str, name: str, definitions: Path | None) -> Path | None:
 
 
 def _index(folder: Path) -> dict[tuple[str, str], Path]:
-    """Return the first file, in the order of their paths, for each kind and name. A user's folder
-    is read each time: a notebook may add a definition while it runs."""
+    """Return (kind, name) → first file that defines it, by path. A user's folder is read each time:
+    a notebook may add definitions."""
     installed = folder in (OURS, lm_eval_tasks())
     return (_installed_index if installed else _read_index)(folder)
 
 
 def _read_index(folder: Path) -> dict[tuple[str, str], Path]:
+    """Return (``task`` or ``group``, name) → the first file below ``folder`` that defines it."""
     paths: dict[tuple[str, str], Path] = {}
     for path, text in _texts(folder, (".yaml",)):
         for kind, name in NAMES.findall(text):
@@ -267,7 +270,7 @@ def _children(name: str, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a list of what a definition may state once or as a list."""
+    """Return ``value`` as a list: itself, or [value], or [] for None."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
@@ -297,6 +300,7 @@ def _tagged(tag: str, folders: list[Path]) -> list[str]:
 
 
 def _unknown(name: str, definitions: Path | None) -> RecipeError:
+    """Return the error for an unknown task, with similar names."""
     near = difflib.get_close_matches(name, task_names(definitions), n=3)
     more = f"similar: {', '.join(near)}" if near else "`qbench list tasks` names them"
     hint = "" if definitions else "; one of your own needs definitions: DIR, or --definitions DIR"
@@ -304,7 +308,7 @@ def _unknown(name: str, definitions: Path | None) -> RecipeError:
 
 
 def require_modules(name: str, definition: Definition) -> None:
-    """Raises DataError if the code of a task's functions imports what is not installed."""
+    """Raise DataError if the code of a task imports a module that is not installed."""
     for path in definition.code:
         beside = {neighbour.stem for neighbour in path.parent.iterdir()}
         statements: list[ast.stmt] = []
@@ -322,7 +326,7 @@ def require_modules(name: str, definition: Definition) -> None:
 
 
 def missing_module(module: str) -> str:
-    """Return what to do if the code of a task imports ``module``, which is not installed."""
+    """Return the message, with its remedy, that the code of a task needs ``module``."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is not None:
         why = f"{module}, which the installed {package} does not have:"
@@ -356,7 +360,8 @@ class Row:
     fields: dict[str, Any]
 
     def text(self, field: str, source: str | Path) -> str:
-        """Return the text in ``field``, empty for a null. Raises DataError if it holds no text."""
+        """Return the text of ``field``, "" for null. Raises DataError, naming ``source`` and line,
+        if it is not text."""
         text = self.fields.get(field, 0)
         if not isinstance(text, str | None):
             fields = ", ".join(
@@ -400,8 +405,8 @@ def parse_rows(path: str | Path, lines: Iterable[bytes | str]) -> Iterator[Row]:
 
 
 def _require_fields(name: str, config: dict[str, Any], path: Path, rows: Sequence[Row]) -> None:
-    """Raise DataError if a row lacks a field that the task's templates need. What the task computes
-    with functions of its own is not checked."""
+    """Raise DataError if a row lacks a field that the task's templates read. Fields that the task's
+    own functions read are not checked."""
     if config.get("process_docs") or config.get("use_prompt"):
         return
     for key in RENDERED:
@@ -437,10 +442,10 @@ class HubData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSpec:
-    """A task whose definition and data are found and digested, and not loaded.
+    """A task whose definition and data are located and hashed, but not loaded.
 
-    ``digest`` covers all that can change what a model is asked: the definition with the code that
-    it names, and its local files' bytes or its data set's commit.
+    ``digest`` covers all that can change its prompts: the definition with the code that it names,
+    and its local files' bytes or its data set's commit.
     """
 
     name: str
@@ -479,14 +484,14 @@ def plan_task(
     fewshot_files: Sequence[str] | None = None,
     num_fewshot: int | None = None,
 ) -> TaskSpec:
-    """Find the leaf task ``name`` and its data, and check what can be checked without loading it.
+    """Locate the leaf task ``name`` and its data, and check what needs no loading.
 
     ``data`` is a folder of ``<task>/<split>.jsonl`` with the task's own field names, None means the
-    hub; ``definitions`` a folder of further lm-eval task definitions, searched first. ``files`` are
-    the stems that may stand for the evaluation split, ``fewshot_files`` those for the one that
-    examples are drawn from; the first that exists is used.
+    hub; ``definitions`` a folder of further lm-eval task definitions, searched first. ``files``:
+    names without .jsonl for the evaluation split, ``fewshot_files`` for the split of examples; the
+    first that exists is used.
 
-    Raises RecipeError for an unknown task, DataError where its data cannot be had.
+    Raises RecipeError for an unknown task, DataError if its data cannot be read.
     """
     path = definition_file(name, definitions)
     definition = read_definition(path)
@@ -548,8 +553,8 @@ PROMPTS = OURS / "chat_prompts.yaml"  # the definition of a file of prompts
 def plan_answers(
     prompts: str, settings: AnswerSettings, *, data: Path | None, definitions: Path | None
 ) -> TaskSpec:
-    """Return the task ``ANSWERS`` with the prompts of the JSON Lines file ``prompts``, of
-    ``chat_prompts``, which come with qbench, or of the task of that name.
+    """Return the task ``ANSWERS`` with the prompts of ``prompts``: a JSON Lines file,
+    ``chat_prompts`` (those that come with qbench), or a task.
 
     Raises DataError for a file that cannot be used, RecipeError for an unknown task.
     """
@@ -608,7 +613,7 @@ def evaluation_split(config: dict[str, Any]) -> str | None:
 
 
 def fewshot_split(config: dict[str, Any]) -> str | None:
-    """Return the split that few-shot examples come from; None if the task shows none."""
+    """Return the split that few-shot examples come from; None if the task has no examples."""
     if not config.get("num_fewshot"):
         return None
     fewshot_config = config.get("fewshot_config") or {}
@@ -630,8 +635,8 @@ def _local_files(
     files: Sequence[str] | None,
     fewshot_files: Sequence[str] | None,
 ) -> tuple[tuple[DataFile, ...], int | None]:
-    """Return the files and the number of documents; no files if there is no data folder. Raises
-    MissingDataError for the first split without a file."""
+    """Return the task's data files and its number of documents; ((), None) without a data folder.
+    Raises MissingDataError for the first split without a file."""
     makes_data = isinstance(config.get("custom_dataset"), Function)
     if data is None or (makes_data and not (data / name).is_dir()):
         return (), None
@@ -676,9 +681,8 @@ def _local_files(
 
 
 def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:
-    """Return the hub's data set; None for a task that loads its data itself or from files that its
-    definition names.
-    """
+    """Return the hub's data set; None for a task that loads its data by its own code or from files
+    that its definition names."""
     repository = config.get("dataset_path")
     kwargs = config.get("dataset_kwargs") or {}
     if (

@@ -26,12 +26,12 @@ def language_model(
 ) -> Any:
     """Return an lm-eval language model over ``model``, a causal LM of transformers in eval mode.
 
-    Mode ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
-    ``fast`` gives scores that lie within ``settings.tolerance`` of exact ones. ``progress(done,
-    total)`` counts requests; ``observer`` sees hidden states, logits and log-probabilities of every
-    scored token. ``report()`` of what is returned says how it ran.
+    Mode ``lm-eval`` is HFLM itself with these settings, ``exact`` gives its scores faster, ``fast``
+    gives scores within ``settings.tolerance`` of exact ones. ``progress(done, total)`` counts
+    requests; ``observer`` sees hidden states, logits and log-probabilities of every scored token.
+    The result's ``report()`` says how it scored.
 
-    Raises UnavailableError where exact and fast scoring do not fit the model; scoring itself raises
+    Raises UnavailableError if exact and fast scoring do not fit the model; scoring itself raises
     EvaluationError.
     """
     if isinstance(model, LM):  # lm-eval's, of another runtime

@@ -47,14 +47,13 @@ class Request:
         return len(self.tokens) - self.context
 
     def inputs(self, max_length: int) -> list[int]:
-        """Return the model's input: all but the last token, the oldest dropped if there are too
-        many.
-        """
+        """Return the model's input ids: all tokens but the last, without the oldest if they are
+        more than ``max_length``."""
         return self.tokens[-(max_length + 1) : -1]
 
 
 def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> list[Request]:
-    """Return the requests of ``parts``, each a context, its continuation and its owner."""
+    """Return a request per (context ids, continuation ids, owner) of ``parts``."""
     requests, first = [], 0
     for context, continuation, owner in parts:
         requests.append(Request([*context, *continuation], len(context), owner, first))
@@ -109,7 +108,8 @@ class Counts:
     graph_error: str | None = None
 
     def add_requests(self, task: str, count: int, truncated: int, max_length: int) -> None:
-        """Count requests of a task. Raises EvaluationError if all of them are truncated."""
+        """Count the requests of a task, and how many of them were truncated. Raises EvaluationError
+        if all were."""
         self.requests += count
         self.truncated += truncated
         if truncated == count > 0:
@@ -122,9 +122,8 @@ class Counts:
 
 
 def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
-    """Raise EvaluationError for a token that has no row among the ``rows`` of the model's
-    embedding: on a GPU that would end the process.
-    """
+    """Raise EvaluationError for a token id of ``rows`` (those of the model's embedding) or more: on
+    a GPU it would end the process."""
     most = max((max(tokens, default=0) for tokens in prompts), default=0)
     if most >= rows:
         raise EvaluationError(
@@ -227,9 +226,8 @@ def encode_pairs(
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Groups of requests that go through the model together; they are collated when their turn
-    comes.
-    """
+    """Groups of requests for one forward pass; ``collate`` makes its input when their turn
+    comes."""
 
     groups: list[Any]
 
@@ -238,7 +236,7 @@ class BatchPlan:
         return sum(len(group.request_indices) for group in self.groups)
 
     def split(self) -> tuple[Self, Self] | None:
-        """Return two halves; None for a single group."""
+        """Return the plan as two halves; None if it has a single group."""
         if len(self.groups) == 1:
             return None
         half = (len(self.groups) + 1) // 2
@@ -284,10 +282,12 @@ class Padding:
             parts = [range(first, min(first + size, count)) for first in range(0, count, size)]
 
         def length_of(group: Group) -> int:
+            """Return the number of input tokens of a group."""
             return min(self.max_length, len(group.longest.tokens) - 1)
 
         def angles(group: Group) -> int:
-            """Return a number that is the same for inputs that may share a batch."""
+            """Return a number that is equal for inputs that may share a batch, by
+            ``rope_limit``."""
             length = length_of(group)
             if self.rope_limit is None or length <= self.rope_limit:
                 return 0
@@ -325,6 +325,7 @@ class PaddedBatch(BatchPlan):
         return len(self.groups) * self.length
 
     def collate(self, requests: Sequence[Request]) -> Batch:
+        """Return the ids, padded on the right with 0, and what their hidden states score."""
         ids = np.zeros((len(self.groups), self.length), dtype=np.int64)  # HFLM pads with id 0
         members, flat = [], []
         for i, g in enumerate(self.groups):
@@ -341,8 +342,9 @@ class PaddedBatch(BatchPlan):
 def _scored_by(
     requests: Sequence[Request], members: list[int], flat: list[np.ndarray]
 ) -> dict[str, Any]:
-    """Return the fields of a batch that map its hidden states to the tokens that they score.
-    ``flat``: per request of ``members`` the indexes of its states; a shared state is kept once."""
+    """Return the fields of a Batch that map its hidden states to the tokens that they score.
+    ``members``: indexes of requests; ``flat``: for each the indexes of its hidden states. A hidden
+    state that several requests share is listed once."""
     rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
     scored = [requests[i] for i in members]
     index = np.concatenate([request.first + np.arange(request.scored) for request in scored])
@@ -403,6 +405,7 @@ class Packing:
     batch_tokens: int
 
     def plan(self, requests: Sequence[Request], *, windows: bool) -> list[Pack]:
+        """Return packs, the longest prefix groups first."""
         groups = prefix_groups(requests, self.max_length, self.batch_tokens)
         groups.sort(key=lambda group: (-group.tokens, group.prefix))
         packs: list[Pack] = []
@@ -425,6 +428,8 @@ class Pack(BatchPlan):
         return sum(group.tokens for group in self.groups)
 
     def collate(self, requests: Sequence[Request]) -> PackedBatch:
+        """Return the pack as one row of ids, with positions, segments and what its hidden states
+        score."""
         ids: list[int] = []
         positions: list[np.ndarray] = []
         queries, keys, seen = [], [], []  # of each segment
@@ -463,10 +468,10 @@ class Pack(BatchPlan):
 def prefix_groups(
     requests: Sequence[Request], max_length: int, batch_tokens: int
 ) -> list[PrefixGroup]:
-    """Return one group per context, several if its requests are more than a pack holds.
+    """Return one group per context, or several if its requests exceed a pack.
 
-    A context that had to be cut is not shared, nor is one of a few tokens: every document's first
-    rolling window has the prefix token alone for its context.
+    A truncated context is not shared, nor is one of a few tokens: every document's first rolling
+    window has only the prefix token as its context.
     """
     by_context: dict[tuple[int, ...], list[int]] = {}
     for i, request in enumerate(requests):

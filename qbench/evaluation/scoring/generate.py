@@ -95,12 +95,12 @@ def generate(
     counts: Counts | None = None,
     runtime: Callable[..., list[list[int]]] | None = None,
 ) -> list[str]:
-    """Return the greedy answers to lm-eval's requests, of a model and ``generation_kwargs`` that
-    :func:`unsupported_by_slots` gives no reason against.
+    """Return the greedy answer to each of lm-eval's requests. Model and ``generation_kwargs`` must
+    suit (see :func:`unsupported_by_slots`).
 
-    Stop strings, limits and the cut of long prompts are HFLM's; in float32 on a CPU so are the
-    answers. ``counts`` is added to. ``runtime`` decodes in place of :func:`decode`. Raises
-    EvaluationError if logits are not numbers, or an answer has no room.
+    Stop strings, limits and truncation of long prompts are HFLM's; in float32 on a CPU so are the
+    answers. Requests are counted in ``counts``. ``runtime`` decodes in place of :func:`decode`.
+    Raises EvaluationError if logits are not numbers, or an answer has no room.
     """
     counts = counts or Counts()
 
@@ -109,6 +109,8 @@ def generate(
     windows = [_window(hflm.tokenizer, stop) for stop in stops]
 
     def finished(index: int, tokens: list[int]) -> bool:
+        """Return whether the answer ``tokens`` to prompt ``index`` ends here: by an end token or a
+        stop string."""
         if tokens[-1] in ends:
             return True
         latest = hflm.tokenizer.decode(tokens[-windows[index] :])
@@ -128,7 +130,7 @@ def generate(
 def _prompts(
     hflm: HFLM, requests: Sequence[Any], counts: Counts
 ) -> tuple[list[Prompt], list[list[str]]]:
-    """Return prompts in tokens, cut as HFLM cuts them, and the stop strings of each."""
+    """Return the prompts as token ids, truncated as by HFLM, and the stop strings of each."""
     kwargs = [normalize_gen_kwargs(request.args[1], hflm.max_gen_toks) for request in requests]
     if requests and hflm.eot_token_id is None:
         task = requests[0].task_name
@@ -158,12 +160,11 @@ def _prompts(
 
 
 def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why answers come from transformers' ``generate``, through HFLM; None if they are
-    decoded here.
+    """Return why transformers' ``generate`` must answer, through HFLM; None if slots can.
 
-    ``kwargs`` are the ``generation_kwargs`` of the requests. A model does not fit if a layer keeps
-    more than keys and values of all tokens, or rounds them by what else is in the slots, or if
-    rotary angles depend on the batch.
+    ``kwargs``: the requests' ``generation_kwargs``. A model is unsupported if a layer keeps more
+    than keys and values of all tokens, or rounds them depending on the other slots, or if rotary
+    angles depend on the batch.
     """
     if any(normalize_gen_kwargs(dict(settings))["do_sample"] for settings in kwargs):
         return "the task samples"
@@ -190,10 +191,10 @@ def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str
 
 
 def at_once(model: Any, length: int) -> int:
-    """Return how many prompts are decoded at once.
+    """Return how many prompts, with answers of ``length`` tokens in all, are decoded at once.
 
-    It follows from the device and the model's shape alone, not from the memory that is free: scores
-    may move with the size of a batch.
+    It depends only on the device and the model's shape, not on free memory: scores may move with
+    the size of a batch.
     """
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -215,13 +216,13 @@ def decode(
     progress: Advance | None = None,
     counts: Counts | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of the answer to each prompt.
+    """Return the answer's token ids for each prompt.
 
-    An answer ends at its limit, with one of ``ends``, or when ``finished`` of the prompt's index
-    and its tokens so far is true, which is asked every few tokens. ``longest`` is the number of
-    tokens of a prompt with its answer that the model has positions for. ``counts`` is added to.
+    An answer ends at its limit, with one of ``ends``, or when ``finished(prompt's index, tokens so
+    far)`` returns true, which is called every few tokens. ``longest``: how many tokens of prompt
+    and answer the model has positions for. Work is counted in ``counts``.
 
-    Raises EvaluationError if logits are not numbers, or one prompt does not fit the device.
+    Raises EvaluationError if logits are not numbers, or a single prompt does not fit the device.
     """
     counts = counts or Counts()
     check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
@@ -279,16 +280,15 @@ def _hash32(x: Tensor) -> Tensor:
 
 @cache
 def cache_argument(model_class: type) -> str:
-    """Return what the forward of ``model_class`` calls its KV cache: ``cache`` since transformers
-    5.24, ``past_key_values`` before."""
+    """Return the name of the KV cache argument in the forward of ``model_class``: ``cache`` since
+    transformers 5.24, ``past_key_values`` before."""
     named = inspect.signature(model_class.forward).parameters
     return "cache" if "cache" in named else "past_key_values"
 
 
 def _last_logits(model: Any, ids: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
-    """Return logits [N, V] after the last of ``ids`` [N, T]; ``cache`` takes their keys
-    and values.
-    """
+    """Return logits [N, V] after the last of ``ids`` [N, T]; keys and values are added to
+    ``cache``."""
     options |= {cache_argument(type(model)): cache, "use_cache": True, "logits_to_keep": 1}
     return model(input_ids=ids, **options).logits[:, -1]
 
@@ -315,6 +315,7 @@ class SlotLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [slots, H, T, D]; return those to attend to."""
         at = self.at
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -386,7 +387,8 @@ class _Decoding:
         self.seq_bounds: Tensor | None = None  # which the graph reads
 
     def unfinished(self) -> list[int]:
-        """Return prompts without an answer, longest first; tokens decoded for them are dropped."""
+        """Return the indexes of prompts without an answer, longest first; their partial answers are
+        dropped."""
         started = list(self.active.values())
         for index in started:
             self.answers[index] = []
@@ -451,7 +453,8 @@ class _Decoding:
         return self.ids[:, 0].clone()
 
     def _look(self, said: Sequence[Tensor], slots: Sequence[int]) -> None:
-        """Append the tokens of each step, [slots of the cache], to the answers of ``slots``."""
+        """Copy the tokens of these steps, [slots of the cache] each, from the device, append them
+        to the answers of ``slots``, and end finished answers."""
         steps = torch.stack(list(said)).tolist()
         finite = self.finite.tolist()
         for slot in slots:
@@ -468,7 +471,8 @@ class _Decoding:
                 del self.active[slot]
 
     def _steps(self) -> list[Tensor]:
-        """Return the tokens [slots] of some steps: until the next look, or the last limit."""
+        """Decode until the next look at the tokens, or the last limit; return the tokens [slots] of
+        each step."""
         left = max(self.prompts[i].limit - len(self.answers[i]) for i in self.active.values())
         count = min(LOOK_EVERY[self.device.type], left)
         if self.at.end + count > self.at.capacity:
@@ -497,6 +501,7 @@ class _Decoding:
         return said
 
     def _step(self, mask: Tensor | None, **options: Any) -> None:
+        """Decode one token for every slot, on the device."""
         options |= {"attention_mask": mask, "position_ids": self.positions}
         logits = _last_logits(self.model, self.ids, self.cache, **options)
         self.finite &= torch.isfinite(logits).all(-1)
@@ -504,16 +509,16 @@ class _Decoding:
         self.positions.add_(1).clamp_(max=self.last_position)
 
     def _choose(self, logits: Tensor, slots: slice | Tensor, position: Tensor) -> Tensor:
-        """Return the next tokens [N, 1] of ``slots``; ``position`` [N, 1] is that of the latest."""
+        """Return the next token [N, 1] of each of ``slots``, the likeliest or drawn; ``position``
+        [N, 1]: that of the latest token."""
         if self.samples:
             drawn = self.seed[slots], position[:, 0], self.temperature[slots]
             logits = add_noise(logits, *drawn)
         return logits.argmax(-1, keepdim=True)
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
-        """Return a step as a CUDA graph; None if it cannot be captured, and ``graph_error`` says
-        why. The step is then launched kernel by kernel, with the same results.
-        """
+        """Return a decoding step captured as a CUDA graph; None if that fails (``graph_error`` says
+        why) and steps must be launched kernel by kernel, with the same results."""
         step, state = self._device_step(), (self.ids, self.positions, self.finite)
         before = [tensor.clone() for tensor in state]
         graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self.device)
@@ -537,9 +542,8 @@ class _Decoding:
         return graph
 
     def _device_step(self) -> Callable[[], None]:
-        """Return a step that takes all that changes from the device: attention sees all columns of
-        the cache, and ``seq_bounds`` say which of them count.
-        """
+        """Return a step that reads everything that changes from device memory: attention gets all
+        columns of the cache, and ``seq_bounds`` limit it to the valid ones."""
         config, attention = self.model.config, self.model.config._attn_implementation
         self.seq_bounds = seq_bounds = torch.zeros(
             self.at.slots, 6, dtype=torch.int32, device=self.device
@@ -569,9 +573,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def takes_graphs(model: Any) -> bool:
-    """Return whether a step may be captured: our kernels take ``seq_bounds`` from the device, and a
-    quantized cache may ask on the host where sequences begin.
-    """
+    """Return whether a step may be captured as a graph: on a GPU with our kernels, without a
+    quantized cache that must ask on the host where sequences begin."""
     attention = model.config._attn_implementation or ""
     ours = attention.startswith("qbench-") and attention.endswith("-triton")
     apart = needs_sequences(model) or stream_of(model) is not None
@@ -601,9 +604,8 @@ AttentionInterface.register(ON_DEVICE, _attend_slots)
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> set[int]:
-    """Return the tokens that end an answer: the tokenizer's EOS, and those of
-    generation_config.json.
-    """
+    """Return the ids that end an answer: the tokenizer's EOS and those of
+    generation_config.json."""
     eos = generation_config.eos_token_id
     several = eos if isinstance(eos, list) else [eos]
     return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
@@ -613,9 +615,8 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> set[int]:
 def decode_by_transformers(
     model: Any, prompts: Sequence[Prompt], *, ends: Collection[int], batch_size: int
 ) -> list[list[int]]:
-    """Return what :func:`decode` returns, by transformers' ``generate``: of models that
-    :func:`unsupported_by_slots` names. Prompts of one length share a batch, without padding.
-    """
+    """Return what :func:`decode` returns, by transformers' ``generate``, for models that slots do
+    not support. Prompts of one length share a batch, without padding."""
     check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
     answers: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
@@ -644,17 +645,15 @@ def decode_by_transformers(
 
 
 def _window(tokenizer: Any, stops: Sequence[str]) -> int:
-    """Return how many of the latest tokens can hold a stop string since the last look. Two are
-    added, as by HFLM: an answer may spell it in other tokens.
-    """
+    """Return how many of the latest tokens may hold a stop string that appeared since the last
+    look. Two are added, as by HFLM: an answer may spell it in other tokens."""
     longest = max(len(tokenizer.encode(stop, add_special_tokens=False)) for stop in stops)
     return longest + 2 + max(LOOK_EVERY.values())
 
 
 def _settled(text: str, stops: Sequence[str]) -> bool:
-    """Return whether ``text`` is cut at a stop string, and nothing that follows can cut it earlier:
-    another stop string may have begun before and be incomplete.
-    """
+    """Return whether ``text`` ends by a stop string that no later text can replace by an earlier
+    one: another stop string may have begun before it and be incomplete."""
     cuts = [text.find(stop) for stop in stops if stop and stop in text]
     if not cuts:
         return False
@@ -666,10 +665,8 @@ def _settled(text: str, stops: Sequence[str]) -> bool:
 
 
 def generate_by_hflm(hflm: HFLM, requests: Sequence[Any], counts: Counts) -> list[str]:
-    """Return HFLM's texts, with the logits of each step's last token checked.
-
-    Whether they are numbers stays on the device until the end, so that no step waits for it.
-    """
+    """Return HFLM's answers, after checking that the logits of each step's last token are
+    numbers."""
     _prompts(hflm, requests, counts)  # counts those that HFLM cuts
     broken: list[Tensor] = []
 

@@ -160,9 +160,8 @@ class PackedForward:
 
 
 class LMHead:
-    """What a model's class makes of its decoder's output: the products of its LM head, ``linear``,
-    which most classes (``plain``) return as they are and some scale or cap (``finish``).
-    """
+    """What follows the decoder: the LM head's matrix product ``linear``, and ``finish``, the
+    scaling or capping that some classes add (``plain``: none)."""
 
     def __init__(self, model: Any, *, plain: bool = False) -> None:
         self.linear = model.get_output_embeddings()
@@ -174,9 +173,8 @@ class LMHead:
         return self.finish(self.linear(hidden))
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Return the LM head's products ``logits`` [R, V] scaled and capped as the class does: by
-        its own forward, in which decoder and LM head return what is given here.
-        """
+        """Return the products ``logits`` [R, V] scaled and capped as the model's class does. Its
+        forward is run with decoder and LM head replaced by constants."""
         if self.plain:
             return logits
         names = {module: name for name, module in self._model.named_modules()}
@@ -210,11 +208,10 @@ def decoder_of(model: Any) -> Any:
 
 
 def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
-    """Return decoder and LM head, after checking that they are all there is between token ids and
-    logits.
+    """Return decoder and LM head, after checking that they alone turn token ids into logits.
 
-    Raises EvaluationError if the model's logits are not numbers, UnavailableError if it does more
-    than these two.
+    Raises EvaluationError if logits are not numbers, UnavailableError if the model does more than
+    these two.
     """
     decoder, linear = decoder_of(model), model.get_output_embeddings()
     if decoder is None or linear is None:
@@ -250,8 +247,8 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
 
 
 def fit_settings(model: Any, settings: ScoringSettings) -> tuple[ScoringSettings, str]:
-    """Return ``settings`` with the fastest way in which ``model`` can be scored, and the
-    measurement that rules out faster ones (empty if none)."""
+    """Return ``settings`` with the fastest scoring that suits ``model``, and the measurement that
+    rules out faster ones ("" if none)."""
     if settings.mode == "lm-eval":
         return settings, ""
     try:
@@ -265,8 +262,8 @@ def fit_settings(model: Any, settings: ScoringSettings) -> tuple[ScoringSettings
 
 
 def packing_problem(model: Any, decoder: torch.nn.Module) -> str | None:
-    """Return why the hidden states of texts in a pack are not those of the same texts alone; None
-    if they are."""
+    """Return why hidden states of texts in a pack differ from those of single texts; None if they
+    agree."""
     if moving := moving_rope(model.config.to_dict()):
         return f"{moving} rotary angles depend on the batch"
     try:
@@ -280,7 +277,7 @@ def packing_problem(model: Any, decoder: torch.nn.Module) -> str | None:
 
 @torch.no_grad()
 def packing_difference(model: Any, decoder: torch.nn.Module) -> float:
-    """Return ‖packed − alone‖ / ‖alone‖ of the hidden states of eight short texts, of which two
+    """Return ‖packed − single‖ / ‖single‖ of the hidden states of eight short texts, of which two
     share each beginning: the 80th percentile over tokens, since rounding may send single tokens to
     other experts.
 

@@ -36,9 +36,8 @@ class MatmulRounding:
     stable: bool
 
     def projection(self, total: int, chosen: Tensor, row_bytes: int) -> Projection:
-        """Return how the rows ``chosen`` [R] of a batch of ``total`` rows go through the head; each
-        row gives ``row_bytes`` of logits.
-        """
+        """Return how the rows ``chosen`` [R] of a batch of ``total`` rows go through the head:
+        alone, padded, or as part of the whole. ``row_bytes``: size of one row of logits."""
         few = 0 < total <= self.rows
         if (few or not self.stable) and total * row_bytes <= WHOLE_BYTES:
             return Projection(total=total, chosen=chosen)
@@ -56,9 +55,8 @@ class Projection:
     chosen: Tensor | None = None
 
     def parts(self, count: int, at_once: int) -> Iterator[tuple[int, int]]:
-        """Yield first and last row of each part of ``count`` rows, ``at_once`` or a few
-        more each.
-        """
+        """Yield (first, last + 1) row of each part of ``count`` rows, about ``at_once`` rows
+        each."""
         at_once += -at_once % self.multiple
         for first in range(0, count, at_once):
             yield first, min(first + at_once, count)
@@ -82,7 +80,8 @@ class Projection:
 
 
 def probe_matmul(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> MatmulRounding:
-    """Compare parts of a random product [200, the head's width] with the same rows of the whole."""
+    """Measure how many rows the head's product needs to round as a full product does: compare parts
+    of a random product [200, head's width] with the same rows of the whole."""
     if device.type != "cpu":  # no claim to the bit there
         return MatmulRounding(rows=0, multiple=1, stable=True)
     width = getattr(head, "in_features", None) or head.weight.shape[-1]

@@ -120,8 +120,8 @@ class HFLMScorer(LM):
             self.hflm.batch_size_per_gpu = self.settings.batch_size
 
     def _asked(self, what: str, score: Callable[..., list[Any]], requests: list[Any]) -> list[Any]:
-        """Return HFLM's scores, and give a reason to those of its errors that have none, such as an
-        IndexError for an empty choice."""
+        """Return HFLM's scores. Raises EvaluationError, naming ``what`` was scored, in place of its
+        bare errors such as an IndexError for an empty choice."""
         try:
             return score(requests, disable_tqdm=True)
         except (AssertionError, LookupError, TypeError, ValueError) as error:
@@ -135,7 +135,7 @@ class HFLMScorer(LM):
         return generate_by_hflm(self.hflm, requests, Counts())
 
     def take_report(self) -> ScoringReport:
-        """Return how the scores since the last report were made."""
+        """Return how the scores since the last report were made, and start a new report."""
         made = self.report()
         self._rolling = {}
         return made
@@ -148,10 +148,10 @@ class HFLMScorer(LM):
 def report(
     settings: ScoringSettings, hflm: HFLM, *, rolling: Iterable[str], **counted: Any
 ) -> ScoringReport:
-    """Return what the record says of how scores were made: the settings, and what was ``counted``.
+    """Return the record's report on scoring: the settings, and what was ``counted``.
 
-    ``rolling`` are the tasks that score whole texts. lm-eval puts the prefix token before them,
-    which is a second BOS if the tokenizer adds one.
+    ``rolling``: the tasks that score whole texts. lm-eval puts the prefix token before these, a
+    second BOS if the tokenizer adds one.
     """
     fast, device = settings.mode == "fast", hflm.device.type
     packed = fast and settings.packed
@@ -251,7 +251,7 @@ class Scorer(LM):
         reset_peak_memory(self._device.type)
 
     def take_report(self) -> ScoringReport:
-        """Return how the scores since the last report were made."""
+        """Return how the scores since the last report were made, and start a new report."""
         made = self.report()
         self._counts, self._rolling = Counts(), {}
         self._differences, self._exact_tasks, self._generated = [], {}, {}
@@ -321,8 +321,8 @@ class Scorer(LM):
     def read(
         self, instances: Sequence[Any], requests: list[Request], *, windows: bool = False
     ) -> list[LogLikelihood]:
-        """Return the log-likelihoods of ``requests``, given in tokens: ``requests[i].owner`` is the
-        index of its lm-eval instance. ``windows``: they are those of rolling log-likelihoods."""
+        """Return the log-likelihoods of ``requests``; ``requests[i].owner`` is the index of its
+        lm-eval instance. ``windows``: they are rolling windows."""
         if not requests:
             return []
         most, task = self.settings.max_length, instances[0].task_name
@@ -370,11 +370,11 @@ class Scorer(LM):
         windows: bool,
         fast: Sequence[LogLikelihood],
     ) -> str | None:
-        """Return why the ``fast`` scores of ``requests``, each of one of ``documents``, are too far
-        from exact ones; None if they are not.
+        """Return why the ``fast`` scores are too far from exact ones; None if they are not.
+        ``documents``: the document of each request.
 
-        Some documents, of few windows one, are scored exactly, and twice as many as long as they do
-        not tell whether the bias is within its bound.
+        A sample of documents is scored exactly (of few windows one), and doubled while it does not
+        tell whether the bias is within its bound.
         """
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one
@@ -414,7 +414,7 @@ class Scorer(LM):
         counts: Counts,
         observer: Observer | None = None,
     ) -> list[LogLikelihood]:
-        """Return log-likelihoods in the order of ``requests``."""
+        """Return the log-likelihood of each of ``requests``, in order."""
         if not requests:
             return []
         plans = backend.batching.plan(requests, windows=windows)
@@ -441,10 +441,10 @@ class Scorer(LM):
         observer: Observer | None,
         tell: Callable[[float], None],
     ) -> list[tuple[Batch, RowScores]]:
-        """Score batches on the device and split those that do not fit.
+        """Score batches on the device, and split those that do not fit its memory.
 
-        Batches of a streamed model go through its blocks together; if one does not fit, all are
-        split. ``tell`` is called with the share that is done, 0 to 1.
+        The batches ``part`` of a streamed model go through its blocks together; if one does not
+        fit, all are split. ``tell(share done)`` is called meanwhile.
         """
         batches = [planned.collate(requests) for planned in part]
         calls = [partial(backend.forward, batch) for batch in batches]
@@ -519,11 +519,10 @@ def compare(
     by_bias: bool = False,
     population: int | None = None,
 ) -> tuple[SampleDifference, np.ndarray]:
-    """Compare ``fast`` with ``exact`` scores of a sample, one entry per request. Also return the
-    absolute differences in nats, by request and per scored token [2, N]. With ``by_bias`` the
-    sample is judged by its mean difference alone. Raises EvaluationError for scores that are not
-    numbers.
-    """
+    """Compare ``fast`` with ``exact`` scores of a sample, one entry per request. Return the
+    summary, and the absolute differences in nats, by request and per scored token [2, N].
+    ``by_bias``: judge by the mean difference only. Raises EvaluationError for scores that are not
+    numbers."""
     if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
         raise EvaluationError(
             f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
