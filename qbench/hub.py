@@ -70,12 +70,13 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
 
 
 def is_hub_error(error: BaseException) -> bool:
-    """Return whether ``error``, or an error that caused it, came from a library that downloads."""
+    """Return whether ``error`` or one of its causes was raised by a library that downloads."""
     return any(type(cause).__module__.startswith(LIBRARIES) for cause in _causes(error))
 
 
 def reason(error: BaseException) -> str:
-    """Return the class and the first line of the library's error that ``error`` is or hides."""
+    """Return the class and the first line of the download library's error among ``error`` and its
+    causes."""
     of_hub = (c for c in _causes(error) if type(c).__module__.startswith(LIBRARIES))
     cause = next(of_hub, error)
     return f"{type(cause).__name__}: {first_line(cause)}"
@@ -92,6 +93,7 @@ def _cached_commit(dataset: str, name: str | None) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield ``error`` and the errors that caused it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -66,6 +66,7 @@ def _cuda() -> Any:
 
 
 def _gpu(name: str) -> Gpu:
+    """Return the GPU with this index or UUID."""
     get = pynvml.nvmlDeviceGetHandleByUUID
     handle = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else get(name)
     return Gpu(
@@ -193,8 +194,8 @@ def version_of(name: str) -> str:
 
 
 def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> Environment:
-    """Return what a record says of the machine, with the versions of ``names``. ``gpu`` is the name
-    of the planned GPU, None for this host's."""
+    """Return the record's description of this machine, with the versions of ``names``. ``gpu``: the
+    name of the planned GPU, None for this host's."""
     return Environment(
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
@@ -265,7 +266,7 @@ def reset_peak_memory(device: str) -> None:
 
 
 def free(device: str) -> None:
-    """Collect garbage, and return the GPU's unused memory."""
+    """Collect garbage, and release the GPU memory that PyTorch holds unused."""
     gc.collect()
     if device == "cuda":
         _cuda().empty_cache()
@@ -312,10 +313,10 @@ UNUSED = ("hqq", "torchao", "sklearn")
 
 
 def import_transformers() -> None:
-    """Import transformers' code of models without hqq, which it imports for a cache that no cell
-    has, torchao, for saving models, and scikit-learn, for assisted decoding: they bring torch's
-    code generator and scipy's distributions, a third of the time. Neither is every installed file
-    looked through for the name of flash-attn's distribution if it is not there."""
+    """Import transformers' code of models without three libraries that no cell needs: hqq (for a
+    cache), torchao (for saving models) and scikit-learn (for assisted decoding). They import
+    torch's code generator and scipy's distributions, a third of the time. The search of all
+    installed files for flash-attn is skipped too."""
     from unittest.mock import patch  # slow to import
 
     hidden = [name for name in UNUSED if name not in sys.modules]
@@ -380,10 +381,10 @@ def redirected(log: Path) -> Iterator[None]:
 
 
 def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
-    """Do ``work`` with all that it and its libraries print in ``log``.
+    """Call ``work``; all that it and its libraries print goes to the file ``log``.
 
-    Returns None, or in one line why it failed. A call of ``sys.exit`` in it is a failure too. If
-    the GPU then refuses all further work, ``broken_device`` says so from now on.
+    Returns None, or one line on why it failed; a call of ``sys.exit`` counts as a failure. If the
+    GPU then refuses further work, ``broken_device`` returns the reason from now on.
     """
     global _broken_device
     error = None

@@ -47,10 +47,10 @@ class MadeCopy(PublishedCopy):
 def with_made_copy(
     cell: Cell, calibration: Calibration | None, cache: Path, device: str
 ) -> tuple[Cell, str]:
-    """Return ``cell`` with the copy that its settings' library makes, and a line that says so.
+    """Return ``cell`` with a quantized copy made by its settings' library, and a line that says so.
 
-    A copy that an earlier cell made is used again. Raises QuantizationError with the library's last
-    line and the path of its log.
+    A copy that an earlier cell made is reused. Raises QuantizationError with the last line of the
+    library's output and the path of its log.
     """
     maker = cell.quantization.weights.fitted(linear_shapes(cell.checkpoint))
     parts = {
@@ -87,7 +87,8 @@ def _make(
     cell: Cell, maker: LibraryMade, calibration: Calibration | None, out: Path, device: str,
     log: Path,
 ) -> None:  # fmt: skip
-    """Run the maker in a process of its own; its log stays if it fails."""
+    """Run the maker in a separate process; it writes the folder ``out``. The file ``log`` stays if
+    it fails."""
     from safetensors.torch import save_file
 
     options = {name: getattr(maker, name) for name in METHODS.get(maker.name).options}
@@ -116,9 +117,9 @@ def _make(
 
 
 def main(job: Mapping[str, Any]) -> None:
-    """Make the copy that ``job`` describes. Libraries read ``model``: a checkpoint of
-    flash-linear-attention, or one with another attention function than softmax, is written as its
-    stock class of transformers first, with that function's name in its config.json."""
+    """Make the copy that ``job`` describes, by the library. A checkpoint of flash-linear-attention,
+    or one with another attention function than softmax, is first written as its stock class of
+    transformers, with that function's name in its config.json."""
     import torch
     from safetensors.torch import load_file
 

@@ -100,11 +100,12 @@ def find_copy(
     shapes: Shapes,
     device: str,
 ) -> tuple[QuantizationConfig, Checkpoint | None]:
-    """Return ``config`` with what the files of the copy of checkpoint ``name`` say, and the copy;
-    if its weights are not ``Published``, ``config`` as it is, and None.
+    """Return ``config`` completed by the files of the quantized copy of checkpoint ``name``, and
+    the copy; (``config``, None) if its weights are not ``Published``.
 
     ``original``: the unquantized checkpoint, whose linear layers have ``shapes``; if the recipe
-    names no path, the quantized one itself. Raises QbenchError if it is no copy of it.
+    names no path, the quantized checkpoint itself. Raises QbenchError if the copy is of another
+    model.
     """
     weights = config.weights
     if not isinstance(weights, Published):
@@ -173,8 +174,8 @@ def _gguf(source: str, original: Checkpoint) -> Checkpoint:
 
 
 def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, Any]:
-    """Return fields of PublishedCopy: the bits per weight that the files of ``copy`` store, and the
-    layers that they hold unquantized. Raises CheckpointError if these are all."""
+    """Return fields of PublishedCopy counted from the files of ``copy``: bits per weight, layers
+    that are stored unquantized. Raises CheckpointError if no layer is quantized."""
     ends = end_shapes(original)
     sizes: Counter[str] = Counter()  # weights of each matrix, of all experts together
     for full, header in model_headers(original).items():
@@ -213,8 +214,8 @@ def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, 
 
 
 def _difference(copy: Checkpoint, original: Checkpoint) -> str | None:
-    """Return why ``copy`` is no quantized copy of ``original`` that can be scored with its
-    tokenizer; None if it is one."""
+    """Return why ``copy`` cannot be a quantized copy of ``original`` with the same tokenizer; None
+    if it can."""
     trained_with = copy.config.get("qbench_normalizer")
     if trained_with not in (None, original.normalizer):
         return (
@@ -308,6 +309,8 @@ class Plan:
 
     @property
     def manifest(self) -> RunManifest:
+        """Return the run's manifest: recipe, checkpoints with sources, quantizers, tasks and
+        cells."""
         return RunManifest(
             name=self.recipe.name,
             checkpoints=tuple(self.recipe.checkpoints),
@@ -336,8 +339,7 @@ class Plan:
         return f"{short_path(source.path)}{f' @ {revision}' if revision else ''}"
 
     def manifest_of(self, names: Collection[str]) -> RunManifest:
-        """Return the manifest with the cells ``names`` alone, and their checkpoints and
-        quantizers."""
+        """Return the manifest reduced to the cells ``names``, their checkpoints and quantizers."""
         manifest = self.manifest
         cells = tuple(cell for cell in manifest.cells if cell.cell in names)
         checkpoints = tuple(dict.fromkeys(cell.checkpoint for cell in cells))
@@ -560,7 +562,7 @@ def _cell(
 
 
 def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
-    """Return all that can change the scores of ``cell``, by name; parts that it does not have are
+    """Return everything that can change the scores of ``cell``, by name; parts that it lacks are
     left out."""
     compiled = ("triton",) if cell.attention == "triton" or plan.device == "cuda" else ()
     normalizer, calibration = cell.checkpoint.normalizer, cell.calibration
@@ -601,8 +603,8 @@ WORKSPACE = 4 * 2**30  # bytes
 
 
 def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -> bool:
-    """Return whether the weights of ``cell``, ``weights`` bytes, come to the device block by block:
-    as the recipe says, else if the GPU's ``room()`` in bytes is too small."""
+    """Return whether the weights of ``cell`` (``weights`` bytes) are copied to the device block by
+    block: as the recipe says, else if they exceed the GPU's ``room()`` in bytes."""
     evaluation = plan.recipe.evaluation
     if evaluation.stream != "auto":
         return evaluation.stream
@@ -615,7 +617,7 @@ def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -
 def streamable(
     quantization: QuantizationConfig, copy: Checkpoint | None, config: Mapping[str, Any]
 ) -> bool:
-    """Return whether such a cell can be computed with its weights coming block by block."""
+    """Return whether a cell with these settings can run with its weights copied block by block."""
     weights = quantization.weights
     unquantized_files = copy is None and (weights is None or not weights.prequantized)
     return unquantized_files and not quantization.beside_weights and not moving_rope(config)
@@ -625,7 +627,7 @@ def streamable(
 
 
 def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
-    """Return the recipe's tasks, that of its ``answers`` last, and with ``skip_missing`` the names
+    """Return the recipe's tasks, that of its ``answers`` last; and with ``skip_missing`` the names
     of tasks without data.
 
     Raises DataError with all problems of their data.
@@ -678,8 +680,8 @@ MOST_LINES = 3
 
 
 def find_calibration(recipe: Recipe, *, needed: bool = False) -> CalibrationText | None:
-    """Return the calibration text; None if the recipe names none, or if no quantizer needs one and
-    it is not ``needed`` otherwise."""
+    """Return the calibration text; None if the recipe names none, or if no quantizer needs it and
+    ``needed`` is false."""
     source = recipe.calibration
     needed = needed or any(c.quantization.needs_calibration for c in recipe.quantizers)
     if source is None or not needed:
@@ -705,7 +707,7 @@ def _notes(
     scoring: ScoringSettings,
     recipe: Recipe,
 ) -> Iterator[str]:
-    """Yield a line for each setting that is chosen for this model and not for most."""
+    """Yield a line per setting of this model that differs from the recipe's or the usual one."""
     max_length = recipe.evaluation.max_length
     if attention.why:
         yield f"attention native/{attention.implementation}: {attention.why}"
@@ -780,8 +782,8 @@ def unsupported_reasons(
     quantization: QuantizationConfig,
     copy: Checkpoint | None,
 ) -> Iterator[str]:
-    """Yield why a quantizer can never run with this checkpoint, whose linear layers have these
-    ``shapes``."""
+    """Yield each reason why a quantizer can never run with this checkpoint, whose linear layers
+    have these ``shapes``."""
     all_linear = shapes and not has_other_matrices(checkpoint)
     try:
         for part in quantization.parts.values():

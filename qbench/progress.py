@@ -1,4 +1,4 @@
-"""Define what a running cell reports its progress to. Imports nothing of qbench."""
+"""Define the interface through which running cells report progress. Imports nothing of qbench."""
 
 from __future__ import annotations
 

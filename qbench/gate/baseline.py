@@ -28,11 +28,11 @@ REMEDY = "make it with `qbench baseline DIR --out FILE`"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellResults:
-    """Hold one cell's record, and its scores with the outcomes that they rest on, without scores
-    that another of the same task repeats.
+    """Hold one cell's record, its scores and their outcomes. Scores that repeat another of the same
+    task are left out.
 
-    The column of a score that no test knows, such as bleu, is empty. ``variances`` are those of
-    prompts' means over drawn answers.
+    The column of a score without a test, such as bleu, is empty. ``variances``: of the mean over
+    each prompt's drawn answers.
     """
 
     record: Record
@@ -42,6 +42,7 @@ class CellResults:
 
     @classmethod
     def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
+        """Return the results of one record, whose outcomes are ``columns``."""
         every, nothing = record.by_name(), Column.of(np.arange(0), [], [])
         names = [(score.task, score.metric) for score in record.scores]
         names = [name for name in names if (name[0], REDUNDANT.get(name[1])) not in names]
@@ -128,6 +129,8 @@ def read(path: Path) -> ResultSet:
 
 
 def _complete(store: Store, path: Path) -> ResultSet:
+    """Return the results of a baseline. Raises ResultsError, naming ``path``, if a cell has no
+    scores."""
     try:
         results = read_results(store)
     except ResultsError as error:

@@ -65,9 +65,9 @@ def require_same(
     new: Mapping[str, CellResults],
     across: Collection[str],
 ) -> list[str]:
-    """Return a note on each other part of the keys that differs, with its cells.
+    """Return a line for each part of the keys that differs, with its cells.
 
-    Raises ResultsError for another checkpoint or normalizer, unless ``across`` names it.
+    Raises ResultsError if checkpoint or normalizer differ, unless ``across`` names that part.
     """
     changes: dict[tuple[str, str, str], list[str]] = {}
     cells = [cell for cell in old if cell in new]
@@ -93,6 +93,7 @@ def require_same(
 
 
 def _short(text: str) -> str:
+    """Return a SHA-256 cut to its first digits; other text as it is."""
     digest = len(text) == 64 and all(digit in "0123456789abcdef" for digit in text)
     return f"{text[:SHORT]}…" if digest else text
 
@@ -168,8 +169,8 @@ def check(
 def _gate_score(
     line: Change, name: Name, before: CellResults, after: CellResults, margin: Margin
 ) -> GateResult:
-    """Judge one score, paired by document; one that no test knows by its value alone. Fails if a
-    document of the baseline is missing."""
+    """Test one score for a regression, paired by document; without a test for its metric compare
+    the values only. It fails if a document of the baseline is missing."""
     score, was, now = before.scores[name], before.columns[name], after.columns[name]
     if score.aggregation in TESTABLE:
         gate = _gate(line, margin, same=_same(was, now))
@@ -187,8 +188,8 @@ def _gate_score(
 
 
 def require_same_data(cell: str, before: Record, after: Record) -> None:
-    """Raise ResultsError if two records scored different data, by the digests of what was
-    scored, or else by those in their keys."""
+    """Raise ResultsError if two records scored different data, by the digests in the records or
+    else in their keys."""
     keyed = [record.key_parts.get("tasks") or {} for record in (before, after)]
     for task in dict.fromkeys([*before.documents, *keyed[0]]):
         stored = task in before.documents and task in after.documents
@@ -204,8 +205,8 @@ def require_same_data(cell: str, before: Record, after: Record) -> None:
 
 
 def changes(cells: Mapping[str, tuple[CellResults, CellResults]]) -> dict[CellScore, Change]:
-    """Compare each score that a cell has in the baseline and now, by cell and name, on the
-    documents that both saw; as recorded if no test knows it."""
+    """Return (cell, score) → the change of each score that baseline and new results have, on the
+    documents that both scored; without a test for its metric on the values as recorded."""
     by_name: dict[Name, dict[str, tuple[CellResults, CellResults]]] = defaultdict(dict)
     for cell, sides in cells.items():
         for name in sides[0].scores.keys() & sides[1].scores.keys():
@@ -231,6 +232,8 @@ def changes(cells: Mapping[str, tuple[CellResults, CellResults]]) -> dict[CellSc
 def _change(
     cell: str, name: Name, before: CellResults, after: CellResults, loss: Effect | Missing
 ) -> Change:
+    """Return the change of one score, whose ``loss`` was computed on the documents of both
+    sides."""
     score, precision = before.scores[name], after.record.precision
     columns = [side.columns[name] for side in (after, before)]
     variances = [side.variances.get(name) for side in (after, before)]
@@ -253,7 +256,7 @@ def _change(
 
 
 def _run(name: str, cells: Mapping[str, CellResults]) -> str:
-    """Return one line: the models with their sources, data, date and hardware of a run."""
+    """Return one line about a run: models with sources, data, date and hardware."""
     records = [cell.record for cell in cells.values()]
     if not records:
         return f"{name}: no cell"
@@ -276,7 +279,7 @@ def _unusable(old: Record, new: Record | None) -> str:
 def _audit_gates(
     cell: str, old: Audit, new: Audit, margins: Mapping[str, float]
 ) -> list[GateResult]:
-    """Compare what the audit measured of the whole cell: error, bits and coverage."""
+    """Compare the audit's measures of the whole cell with the baseline's: one result each."""
     gates, now = [], _measures(new)
     for name, before in _measures(old).items():
         after = now.get(name)
@@ -291,7 +294,7 @@ def _audit_gates(
 
 
 def _measures(audit: Audit) -> dict[str, float]:
-    """Return what the audit measured of the whole cell, by name."""
+    """Return the audit's measures of the whole cell, by name: errors, bits, coverage."""
     measures = {name: getattr(audit, name) for name in AUDIT_MEASURES}
     if audit.activations is not None:
         measures["activation_error"] = audit.activations.error
@@ -359,7 +362,7 @@ RISES: dict[str, tuple[str, Callable[[float, float], float]]] = {
 
 
 def _same_bits(old: ModuleAudit, new: ModuleAudit) -> bool:
-    """Return whether the stored codes are the same and what was measured of them agrees."""
+    """Return whether two audits of a layer have equal stored codes and measures."""
     return (
         bool(old.digest)
         and old.digest == new.digest
@@ -380,8 +383,9 @@ def _same(old: Column, new: Column) -> bool:
 
 def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
     """Test one score for non-inferiority: pass if the one-sided bound of its regression is within
-    the margin, fail if the other bound is beyond it, else inconclusive. Answers that are shorter
-    are as bad as longer ones. ``same``: every document has the same outcome."""
+    the margin, fail if the other bound is beyond it, else inconclusive. For lengths of answers a
+    change in either direction counts. ``same``: every document has the same outcome, which
+    passes."""
     gate = GateResult(
         cell=line.cell,
         task=line.score.task,

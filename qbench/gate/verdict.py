@@ -97,8 +97,8 @@ class Verdict:
 
 
 def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> GateResult:
-    """Return the result for a value that was measured, not sampled: it is worse by ``rise`` per
-    cent; ``seen`` says both values in words."""
+    """Return the result of a measure without sampling error: pass if its ``rise`` (per cent,
+    positive is worse) is within ``margin``. ``seen``: both values in words."""
     within = rise <= margin + ROUNDING
     return GateResult(
         cell=cell,
@@ -112,7 +112,7 @@ def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> G
 
 
 def failure(cell: str, reason: str, task: str = "", metric: str = "") -> GateResult:
-    """Return a failure of a whole cell, or of one of its scores."""
+    """Return a failed result for a whole cell, or for one of its scores."""
     return GateResult(cell=cell, task=task, metric=metric, outcome="fail", reason=reason)
 
 
@@ -183,6 +183,7 @@ def as_junit(verdict: Verdict) -> str:
 
 
 def _texts(gate: GateResult) -> list[str]:
+    """Return the texts of a result's row, in the order of the table's columns."""
     change, worse = gate.change, gate.worse
     return [
         SIGNS[gate.outcome],
@@ -200,6 +201,7 @@ def _texts(gate: GateResult) -> list[str]:
 
 
 def _margin(gate: GateResult) -> str:
+    """Return the margin as text, with ``*`` if it is the default; a dash without a margin."""
     if gate.margin is None:
         return NO_VALUE
     return f"{gate.margin:g}" + ("" if gate.given or not gate.change else "*")
@@ -210,6 +212,7 @@ def _xml(text: str) -> str:
 
 
 def _explain(gate: GateResult) -> str:
+    """Return a sentence on a result: how much worse, at most how much, and the margin."""
     if gate.worse is None:
         return gate.name
     return (
@@ -332,6 +335,8 @@ def margin_of(
 
 
 def _family(score: Score) -> str | None:
+    """Return ``acc`` or ``perplexity``, or the metric itself for logarithms of means; None if no
+    default margin exists."""
     if is_percentage(score.metric):
         return "acc"
     if score.aggregation == LOG_MEAN:
@@ -340,12 +345,12 @@ def _family(score: Score) -> str | None:
 
 
 def _supported(score: Score, column: Column, lines: int, drawn: float) -> float:
-    """Return the smallest margin at which a harmless change passes on all ``lines`` with
-    probability 1 − MISSED (Bonferroni), rounded up to a tenth.
+    """Return the smallest margin (percentage points or per cent, rounded up to a tenth) with which
+    a harmless change passes on all ``lines`` scores with probability 1 − MISSED (Bonferroni).
 
     The test passes if its upper bound is within the margin, so this is a quantile of that bound's
-    distribution under a change with mean 0. It depends on the baseline alone. ``drawn`` is the
-    error of the score from drawing answers, which the new run adds once more.
+    distribution under a change with mean 0. It depends on the baseline only. ``drawn``: the score's
+    standard error from drawing answers, which the new run adds once more.
     """
     documents, missed = len(column.documents), MISSED / lines
     if documents < 2 or not math.isfinite(score.value):
@@ -370,9 +375,9 @@ def _supported(score: Score, column: Column, lines: int, drawn: float) -> float:
 
 @functools.cache
 def _bound_of_flips(documents: int, missed: float, flips: float) -> float:
-    """Return the one-sided bound on the loss, as a fraction, that harmless flips of a share
-    ``flips`` exceed with probability ``missed``: answers are lost and won at the same rate, and by
-    chance lost more."""
+    """Return the one-sided bound on the loss, as a fraction, that is exceeded with probability
+    ``missed`` when a share ``flips`` of the answers changes at random, lost and won at the same
+    rate."""
     rate = flips * documents / 2  # of either, Poisson
     # Lost − won: Skellam's distribution (Johnson 1959), whose quantiles scipy.stats may not find.
     beyond = special.chndtr(2 * rate, 2 * np.arange(1, documents + 100), 2 * rate)

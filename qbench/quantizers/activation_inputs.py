@@ -29,9 +29,9 @@ ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
 
 def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Module]:
-    """Return the modules of ``model`` that multiply by a weight matrix, by name: linear layers,
-    however their weights are stored. The LM head, what ``ignore`` names and what the model's class
-    keeps in float32 are left out.
+    """Return, by name, the modules that multiply by a weight matrix: linear layers, however their
+    weights are stored. Left out: the LM head, layers that ``ignore`` names, and those that the
+    model's class keeps in float32.
 
     Raises QuantizationError for a pattern of ``ignore`` that matches no weight matrix.
     """
@@ -71,7 +71,7 @@ def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationE
 
 @contextmanager
 def weights_alone(model: nn.Module) -> Iterator[None]:
-    """Leave the inputs of ``model`` unquantized within the context."""
+    """Leave the inputs of ``model`` unquantized in the body."""
     inputs = getattr(model, ATTRIBUTE, None) or SimpleNamespace()
     inputs.paused = True
     try:

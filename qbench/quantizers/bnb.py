@@ -42,17 +42,20 @@ logging.getLogger("bitsandbytes.autograd._functions").addFilter(
 
 
 class Linear4(bitsandbytes.nn.Linear4bit):
-    """The library's layer, correct for every width on a CPU too. ``routed``: of an expert."""
+    """bitsandbytes' 4-bit layer, correct for every width on a CPU too. ``routed``: it belongs to an
+    expert."""
 
     routed = False
 
     @property
     def uneven(self) -> bool:
+        """Return whether rows are not whole blocks."""
         return self.in_features % BLOCK != 0
 
     def by_library(self, device_type: str) -> bool:
-        """Return whether the library multiplies. On a CPU it does as below, in every forward; for
-        rows that are no whole blocks a GPU's does as below, and warns that it is slower."""
+        """Return whether bitsandbytes itself multiplies. It does not on a CPU, nor on a GPU for
+        rows that are not whole blocks: there it would dequantize as below, and warn that it is
+        slower."""
         return device_type != "cpu" and not (self.uneven or self.routed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,9 +74,9 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
 
 class Linear8(bitsandbytes.nn.Linear8bitLt):
-    """The library's layer, equal to the bit, also for inputs of more than three dimensions (as
-    DeepSeek's latents). Without gradients it reuses the codes of its input from the layer before
-    it, if that had the same input."""
+    """bitsandbytes' 8-bit layer, equal to the bit, also for inputs of more than three dimensions
+    (such as DeepSeek's latents). Without gradients it reuses the codes of its input from the
+    previous layer if that had the same input."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, state = x.reshape(-1, x.shape[-1]), self.state

@@ -125,8 +125,9 @@ class SequentialCalibrator:
             self._trace(layers, ids)
 
     def _trace(self, layers: dict[str, nn.Linear], ids: Tensor) -> None:
-        """Run one batch through the blocks and keep what they receive; stop at the first block if a
-        batch of this size was traced before."""
+        """Run a batch up to the first block and keep its hidden states. The first batch of a size
+        also runs through all blocks: how each is called, and which layers share an input, is
+        kept."""
         traced, calls = self._beside.get(len(ids)), list[Call]()
         groups: list[list[list[str]]] = []
         reached: set[str] = set()
@@ -198,15 +199,15 @@ class SequentialCalibrator:
         self._calls[len(ids)], self.groups = calls, groups
 
     def run(self, index: int, batch: int) -> Any:
-        """Return the output of block ``index`` for a ``batch``."""
+        """Return the output of block ``index`` for batch number ``batch``."""
         hidden = self._states[batch].to(self._device, non_blocking=True)
         return self._calls[len(hidden)][index](hidden)
 
     @torch.no_grad()
     def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor | None]:
         """Return 2/n Σ x xᵀ, float32 [in, in], over the n calibration tokens that reach each of the
-        ``layers`` of block ``index``; None if none does (an expert that is never chosen). The
-        layers are given in the order they run; a forward ends at the last of them."""
+        ``layers`` of block ``index``; None without such tokens (an expert that is never chosen).
+        The layers are listed in the order they run; a forward ends at the last of them."""
         block = self.blocks[index]
         sums: dict[str, Tensor] = {}
         tokens = dict.fromkeys(layers, 0)
@@ -273,8 +274,8 @@ class SequentialCalibrator:
                 forward.end()
 
     def _can_pause(self, index: int, layers: Sequence[str]) -> bool:
-        """Return whether memory holds what every batch has computed up to any of the ``layers``:
-        about four hidden states, and two inputs of the widest layer."""
+        """Return whether memory can hold the state of every batch that pauses at one of the
+        ``layers``: about four hidden states, and two inputs of the widest layer."""
         if offload_device(self._model) != self._device:
             return False
         inputs = [self.blocks[index].get_submodule(name).in_features for name in layers]
@@ -310,16 +311,18 @@ class _PausedForward:
         self._thread.start()
 
     def go_on(self, number: int) -> None:
+        """Let the forward run up to layer ``number``."""
         self._numbers.put(number)
 
     def result(self) -> Tensor | None:
+        """Wait for the input of the layer, and return it; raise the thread's error if it failed."""
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result
         return result
 
     def end(self) -> None:
-        """End the thread and free what it has computed."""
+        """End the thread and free its tensors."""
         self._numbers.put(None)
         self._thread.join()
 
@@ -330,6 +333,7 @@ class _PausedForward:
             raise Stop
 
     def pause(self, result: Tensor | None = None) -> None:
+        """Hand over ``result``, and wait until the forward may go on."""
         self._results.put(result)
         self.wait()
 
@@ -354,7 +358,8 @@ class _PausedForward:
 def _results(
     forwards: Sequence[_PausedForward], number: int, at_once: int
 ) -> Iterator[Tensor | None]:
-    """Run ``forwards`` up to layer ``number``, ``at_once`` at a time; yield results in order."""
+    """Run ``forwards`` up to layer ``number``, ``at_once`` at a time; yield the layer's inputs in
+    order."""
     running: deque[_PausedForward] = deque()
     for forward in forwards:
         if len(running) == at_once:
@@ -376,7 +381,7 @@ def _pause(number: int, _: nn.Module, arguments: tuple) -> None:
 
 def _hessian(inputs: Sequence[Tensor], at_once: int) -> Tensor | None:
     """Return 2/n Σ xᵀ x over the n tokens of all ``inputs`` [tokens, in], added in their order;
-    None if there are none. ``at_once`` products are computed at a time, and no more are held."""
+    None if there are none. At most ``at_once`` products are computed and held at a time."""
     total, tokens = None, sum(map(len, inputs))
     threads = torch.set_num_threads, (torch.get_num_threads(),)
     running: deque[Future[Tensor]] = deque()
@@ -392,9 +397,9 @@ def _hessian(inputs: Sequence[Tensor], at_once: int) -> Tensor | None:
 
 @contextmanager
 def _exact_products(*inputs: Tensor) -> Iterator[None]:
-    """Have a CPU multiply float32 numbers as bfloat16 in the body if ``inputs`` are bfloat16: it
-    sums the products, which are exact, in float32, three times as fast and with less error. All
-    threads do, so that nothing else is computed meanwhile."""
+    """Make a CPU multiply float32 numbers as bfloat16 in the body if ``inputs`` are bfloat16: the
+    products are exact and are summed in float32, three times as fast and with less error. This
+    holds for all threads, so nothing else may be computed meanwhile."""
     with ExitStack() as after:
         if any(x.dtype == torch.bfloat16 and not x.is_cuda for x in inputs):
             products = torch.backends.mkldnn.matmul
@@ -406,7 +411,7 @@ def _exact_products(*inputs: Tensor) -> Iterator[None]:
 def _product(x: Tensor) -> Tensor:
     """Return xᵀ x of ``x`` [tokens, in], float32 [in, in]. Products of two 16-bit numbers are exact
     in float32, so a GPU's tensor cores sum them directly, in a tenth of the time of float32. A CPU
-    computes the upper half alone, in strips: 0.65 of the time at 1,536 columns."""
+    computes only the upper half, in strips: 0.65 of the time at 1,536 columns."""
     if x.is_cuda and len(x) and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x.T, x, out_dtype=torch.float32)
     if x.is_cuda:
@@ -425,8 +430,8 @@ def _product(x: Tensor) -> Tensor:
 
 
 def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.ModuleList]:
-    """Return the name of the list of decoder blocks, and the list; QuantizationError if one of
-    ``layers`` lies outside."""
+    """Return the name of the list of decoder blocks, and the list. Raises QuantizationError if one
+    of ``layers`` is in none of them."""
     name, blocks = decoder_blocks(model)
     outside = [n for n in layers if not n.startswith(f"{name}.")]
     if outside:
@@ -438,10 +443,12 @@ def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.Mod
 
 
 def _states(output: Any) -> Tensor:
+    """Return the hidden states of a block's output."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _hooks(*handles: RemovableHandle) -> ExitStack:
+    """Return a context that removes the hooks at its end."""
     stack = ExitStack()
     for handle in handles:
         stack.enter_context(handle)

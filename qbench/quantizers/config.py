@@ -54,7 +54,8 @@ ROUNDING_BOUND = {2: 1.0, 3: 0.7, 4: 0.4, 8: 0.05}
 
 
 def pattern(text: str) -> str:
-    """Check a pattern of ``ignore``: a part of names, or a shell pattern over full names."""
+    """Return ``text``. Raises ValueError unless it is a pattern of ``ignore``: a part of names, or
+    a shell pattern over full names."""
     if not re.fullmatch(r"[\w.*?\[\]!-]+", text):
         raise ValueError("a part of names, such as experts, or a pattern, such as '*.o_proj'")
     return text
@@ -71,7 +72,8 @@ def matching(names: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
 
 
 def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) -> None:
-    """Raise QuantizationError, which begins with ``what``, for a pattern that matches no name."""
+    """Raise QuantizationError, whose message begins with ``what``, for a pattern that matches no
+    name."""
     names = list(names)
     for pattern in patterns:
         if not matching(names, (pattern,)):
@@ -83,7 +85,7 @@ def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) 
 
 
 def alike(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return ``names`` by the pattern over full names that they share, numbers replaced by ``*``:
+    """Return pattern → names, the pattern being the name with numbers replaced by ``*``:
     ``model.layers.*.mlp.down_proj``."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -93,8 +95,9 @@ def alike(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def ignore_advice(names: Iterable[str], every: Iterable[str]) -> str:
-    """Return the ``ignore`` setting that leaves ``names`` out, and no other of ``every`` layer:
-    patterns over full names, if all layers that match them are to be left out, or full names."""
+    """Return the ``ignore`` setting that leaves out ``names`` and no other layer of ``every``: a
+    pattern for layers that only differ in numbers if all of these are in ``names``, else full
+    names."""
     all_alike = alike(every)
     patterns = [
         pattern
@@ -105,8 +108,8 @@ def ignore_advice(names: Iterable[str], every: Iterable[str]) -> str:
 
 
 def require_groups(what: str, features: Mapping[str, int], size: int, noun: str) -> None:
-    """Raise QuantizationError, which begins with ``what``, if groups of ``size`` do not divide the
-    ``features`` (inputs or outputs, ``noun``) of every layer."""
+    """Raise QuantizationError, whose message begins with ``what``, if groups of ``size`` do not
+    divide the ``features`` (inputs or outputs, ``noun``) of every layer."""
     misfits = {name: count for name, count in features.items() if count % size}
     if misfits:
         named = [f"{like} ({misfits[names[0]]:,})" for like, names in alike(misfits).items()]
@@ -164,25 +167,26 @@ class Settings(ABC):
         return {"name": self.name, **plain}
 
     def fitted(self, shapes: Shapes) -> Self:
-        """Return the settings with every choice made that depends on the ``shapes`` of a model's
-        linear layers."""
+        """Return the settings with all choices made that depend on the ``shapes`` of a model's
+        linear layers, such as a group size."""
         return self
 
     def check(self, config: Mapping[str, Any], device: str) -> None:  # noqa: B027
-        """Raise RecipeError if a model of this ``config.json``, or ``device`` ("cpu" or "cuda"),
-        cannot run it; called when a run is planned."""
+        """Raise RecipeError if a model with this ``config.json``, or ``device`` ("cpu" or "cuda"),
+        cannot run the method; called when a run is planned."""
 
     def check_layer(self, name: str, rows: int, columns: int) -> None:  # noqa: B027
-        """Raise QuantizationError, naming the layer, for a weight [rows, columns] = [out, in] that
-        the method does not take."""
+        """Raise QuantizationError, naming the layer, if the method cannot quantize a weight [rows,
+        columns] = [out, in]."""
 
     def check_layers(self, shapes: Shapes) -> None:
-        """Check the linear layers that are quantized, by ``check_layer`` unless overridden."""
+        """Raise QuantizationError if a linear layer to quantize does not suit, by default by
+        ``check_layer``."""
         for name, (rows, columns) in self.quantized(shapes).items():
             self.check_layer(name, rows, columns)
 
     def quantized(self, shapes: Shapes) -> Shapes:
-        """Return the ``shapes`` of the layers that ``ignore`` does not match."""
+        """Return the ``shapes`` of the layers to quantize: those that ``ignore`` does not match."""
         ignored = matching(shapes, self.ignore)
         return {name: shape for name, shape in shapes.items() if name not in ignored}
 
@@ -219,7 +223,7 @@ class WeightSettings(Settings):
     @property
     @abstractmethod
     def scheme(self) -> str:
-        """The format of a stored weight in the field's words: ``int4 in groups of 128``."""
+        """Return the format of a stored weight in the field's words: ``int4 in groups of 128``."""
 
     @property
     def precision(self) -> Precision:
@@ -229,13 +233,13 @@ class WeightSettings(Settings):
         return {"method": self.method, **super().to_dict()}
 
     def for_layer(self, name: str) -> WeightSettings | None:
-        """Return the settings of the linear layer ``name``: these, unless settings are mixed; None
-        if none are stated for it."""
+        """Return the settings for the linear layer ``name``: these, unless settings are mixed; None
+        if a mix has none for it."""
         return self
 
     @property
     def end_names(self) -> tuple[str, ...]:
-        """Return the names of LM head and embeddings in the model that are quantized too."""
+        """Return which of LM head and embeddings are quantized too, by name."""
         return ()
 
     def group_length(self, columns: int) -> int:
@@ -247,16 +251,18 @@ class WeightSettings(Settings):
 
     @property
     def levels(self) -> int:
-        """Return the most distinct values that the weights in a group may have."""
+        """Return how many distinct values the weights of a group may have."""
         return int(2**self.num_bits)
 
     @abstractmethod
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Return the bits per weight beside its code: its share of scales, zeros and indices."""
+        """Return the bits per weight in addition to its code: its share of scales, zeros and
+        indices."""
 
     def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
-        """Return the fewest and most bits per weight of a matrix [rows, columns]: the code; its
-        share of scales, zeros and an index of the columns; 1 %, and padding of small layers."""
+        """Return the fewest and most bits per weight that a matrix [rows, columns] may store: 0.99
+        of the code; 1.01 of the code with its share of scales, zeros and a column index, and
+        padding."""
         shared = self.shared_bits(rows, columns) + 32 / rows
         most = 1.01 * (self.num_bits + shared) + 512 / (rows * columns)
         return 0.99 * self.num_bits, most
@@ -271,8 +277,8 @@ class WeightSettings(Settings):
         return ROUNDING_BOUND[self.num_bits]
 
     def agreement(self, dtype: str) -> tuple[float, float]:
-        """Return how far, relative, a forward in ``dtype`` may lie from the product with the
-        stored weights: on rows of the identity, and on random inputs."""
+        """Return two bounds on how far, relative, a forward in ``dtype`` may differ from the
+        product with the stored weights: on rows of the identity, and on random inputs."""
         identity = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-5}
         random = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
         return identity[dtype], random[dtype]
@@ -332,12 +338,13 @@ class QuantizationConfig:
 
     @property
     def ignore(self) -> tuple[str, ...]:
-        """Weight matrices that stay unquantized, as ``WeightSettings.ignore`` names them."""
+        """Return the patterns of weight matrices that stay unquantized; see
+        ``WeightSettings.ignore``."""
         return self.weights.ignore if self.weights else ()
 
     @property
     def parts(self) -> dict[str, Settings]:
-        """The settings that are not None, by kind, in the order of names."""
+        """Return the settings that are not None, by kind, in the order of names."""
         present = ((kind, getattr(self, kind)) for kind in KINDS)
         return {kind: part for kind, part in present if part is not None}
 
@@ -347,23 +354,27 @@ class QuantizationConfig:
 
     @property
     def name(self) -> str:
-        """The parts' names joined: ``gptq-4bit+int8-token+kv-int4-token``; ``bf16`` without."""
+        """Return the parts' names joined by ``+``, such as ``gptq-4bit+int8-token+kv-int4-token``;
+        ``bf16`` without parts."""
         return "+".join(part.name for part in self.parts.values()) or UNQUANTIZED[self.dtype]
 
     @property
     def method(self) -> str:
-        """Return what tables group by: ``gptq``, ``gptq+activations+kv``; ``none``."""
+        """Return the method by which tables group cells: ``gptq``, ``gptq+activations+kv``;
+        ``none``."""
         return "+".join(part.method for part in self.parts.values() if part.method) or "none"
 
     @property
     def title(self) -> str:
-        """Return what tables write: ``GPTQ + KV cache``."""
+        """Return the method's name in tables: ``GPTQ + KV cache``."""
         titles = [part.title for part in self.parts.values() if part.title]
         title = " + ".join(titles) or "unquantized"
         return title[0].upper() + title[1:]
 
     @property
     def precision(self) -> Precision:
+        """Return the format of weights, activations and KV cache; activations may be part of the
+        weights' method."""
         inner = self.weights.precision if self.weights else Precision()
         return Precision(
             weights=inner.weights,
@@ -397,17 +408,18 @@ class QuantizationConfig:
     def amplifies_rounding(self) -> bool:
         """Return whether values are rounded in coarse steps while the model runs. Then two correct
         computations that round differently may differ by as much as quantization costs: a value
-        near the border of two codes moves by a whole step."""
+        near the border of two codes moves by a step."""
         precision = self.precision
         return precision.activations is not None or precision.kv_cache is not None
 
     @property
     def stages(self) -> tuple[QuantizationConfig, ...]:
-        """Return the parts that are computed and stored by themselves, in order. Cells that share a
+        """Return the parts that are computed and stored separately, in order. Cells that share a
         stage compute it once.
 
         Weights that are not transformed are those of any other cell. What is calibrated beside them
-        comes first, since quantizing the weights consumes the model."""
+        comes first, since quantizing the weights consumes the model.
+        """
         if self.transform or not self.weights:
             return (self,)
         beside = replace(self, weights=None, dtype=self.compute_dtype)
@@ -415,8 +427,8 @@ class QuantizationConfig:
         return (*calibrated, QuantizationConfig(weights=self.weights))
 
     def fitted(self, shapes: Shapes) -> QuantizationConfig:
-        """Return the config with every choice made that depends on the ``shapes`` of a model's
-        linear layers, as a group size that divides them all. ``shapes`` may be empty: unknown."""
+        """Return the config with all choices made that depend on the ``shapes`` of a model's linear
+        layers, such as a group size that divides them all. ``shapes`` is empty if unknown."""
         return replace(self, **{k: p.fitted(shapes) for k, p in self.parts.items() if shapes})
 
     def check(self, config: Mapping[str, Any], device: str) -> None:

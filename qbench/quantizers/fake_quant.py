@@ -41,7 +41,7 @@ CODES = {"int": torch.int8, "float": torch.float8_e4m3fn}  # dtypes of codes of 
 
 
 def kernels() -> ModuleType:
-    """Return the module of the same formulas as Triton kernels."""
+    """Return the module that computes the same in Triton."""
     from qbench.quantizers import fake_quant_kernels
 
     return fake_quant_kernels
@@ -82,7 +82,7 @@ def fake_quantize_definition(x: Tensor, form: QuantFormat, fixed: Scale | None =
 
 def encode(x: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor]:
     """Return codes of ``x`` [rows, columns] in a symmetric format of 8 bits (int8 or
-    float8_e4m3fn), and float32 scales [rows, 1], or [1, 1] of a whole tensor."""
+    float8_e4m3fn), and float32 scales: [rows, 1], or [1, 1] for the whole tensor."""
     assert form.symmetric
     assert form.num_bits == 8
     wide = x.float()
@@ -95,8 +95,8 @@ def encode(x: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor]:
 
 
 def scale_of_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Scale:
-    """Return the scale of each row of float32 ``x`` [..., n], shape [..., 1]; or ``fixed``, except
-    for E4M3 scales, which each group has under the fixed one."""
+    """Return the scale of each row of float32 ``x`` [..., n], shape [..., 1]; or ``fixed``, unless
+    groups have E4M3 scales under the fixed one."""
     if form.scale_dtype == "float8_e4m3fn":
         # (max|x| / largest) / the tensor's scale, rounded to E4M3
         inner = divided(x.abs().amax(-1, keepdim=True), form.largest)
@@ -115,8 +115,8 @@ def scale_of_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> S
 
 
 def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
-    """Return the scale for values between ``low`` and ``high``, float32; for magnitudes up to
-    ``high``, of a symmetric format, if ``low`` is None."""
+    """Return the float32 scale for values between ``low`` and ``high``; for a symmetric format
+    ``low`` may be None and ``high`` the largest magnitude."""
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
         return Scale(stored(divided(largest, form.span), form))
@@ -127,7 +127,7 @@ def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
 
 def scale_of_tensor(low: Tensor, high: Tensor, form: QuantFormat) -> Scale:
     """Return the scale of a tensor with values between ``low`` and ``high`` (scalars). For
-    ``tensor_group`` it gives the largest group E4M3's largest value as its scale."""
+    ``tensor_group`` it is such that the largest group scale becomes E4M3's largest value."""
     scale = scale_of_ends(low.float(), high.float(), form)
     if form.strategy == "tensor_group":
         return Scale(divided(scale.scale, ELEMENTS["e4m3"].largest))
@@ -167,17 +167,18 @@ def nearest(x: Tensor, element: FloatFormat) -> Tensor:
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """Return ``x`` / ``number``, rounded once: CUDA multiplies by the reciprocal of a number."""
+    """Return ``x`` / ``number``, rounded once: CUDA would multiply by the reciprocal of a
+    number."""
     return x / torch.full_like(x, number)
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """Return ``scale`` with 1 for 0, to divide by: values that are all 0 have scale 0."""
+    """Return ``scale`` with 0 replaced by 1, to divide by: values that are all 0 have scale 0."""
     return torch.where(scale == 0, 1.0, scale)
 
 
 def not_finite(x: Tensor) -> Tensor:
-    """Return 0, or NaN where ``x`` is not finite."""
+    """Return a tensor with NaN where ``x`` is not finite, else 0."""
     return x * 0
 
 
@@ -215,7 +216,7 @@ class FakeQuant:
 
 
 class KVFakeQuant(QuantizedKVCache):
-    """Fake-quantize keys and values by the format of ``settings``."""
+    """A KV cache that rounds keys and values to the format of ``settings``."""
 
     def __init__(self, settings: KVCache) -> None:
         self.sink_tokens = settings.sink_tokens
@@ -234,8 +235,8 @@ class KVFakeQuant(QuantizedKVCache):
 
 
 def _range(x: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest value of ``x`` where ``left_out`` is False; 0 if it is
-    True everywhere."""
+    """Return the smallest and largest value of ``x`` where ``left_out`` is False; 0 if it is True
+    everywhere."""
     if left_out is None:
         return torch.aminmax(x)
     low = x.masked_fill(left_out, torch.inf).amin()

@@ -26,6 +26,7 @@ SCALES = {"float32": 0, "float16": 1, "float8_e8m0fnu": 2, "float8_e4m3fn": 3}
 
 @triton.jit
 def _whole(x):
+    """Return ``x`` rounded to a whole number, ties to even."""
     return (x + MAGIC) - MAGIC
 
 
@@ -42,6 +43,7 @@ def _two_to(exponent):
 
 @triton.jit
 def _nearest(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, LARGEST: tl.constexpr):
+    """Return the value of a float format nearest to ``x``."""
     exponent = tl.maximum(_exponent(x), LOWEST) - MANTISSA
     value = _whole(x * _two_to(-exponent)) * _two_to(exponent)
     kept = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
@@ -50,11 +52,13 @@ def _nearest(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, LARGEST: tl.conste
 
 @triton.jit
 def _divided(x, by):
+    """Return x / by, rounded as IEEE 754 demands; a ``by`` of 0 counts as 1."""
     return tl.div_rn(x, tl.broadcast_to(tl.where(by == 0, 1.0, by), x.shape))
 
 
 @triton.jit
 def _stored(scale, SCALE: tl.constexpr):
+    """Return ``scale`` rounded to the dtype that it is stored in."""
     if SCALE == FLOAT16:
         scale = scale.to(tl.float16).to(tl.float32)
     return scale

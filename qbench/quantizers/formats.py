@@ -12,7 +12,7 @@ WHOLE_ROW = -1
 
 
 def shared_by(group_size: int) -> str:
-    """Return in words which weights of a row share a scale."""
+    """Return how weights of a row share scales, in words, such as ``in groups of 128``."""
     return "per row" if group_size == WHOLE_ROW else f"in groups of {group_size}"
 
 
@@ -81,14 +81,14 @@ class QuantFormat:
 
     @property
     def largest(self) -> float:
-        """The largest code."""
+        """Return the largest code."""
         if self.type == "float":
             return ELEMENTS[self.element].largest
         return 2.0 ** (self.num_bits - 1) - 1 if self.symmetric else 2.0**self.num_bits - 1
 
     @property
     def smallest(self) -> float:
-        """The smallest code."""
+        """Return the smallest code."""
         if self.type == "float":
             return -self.largest
         return -(2.0 ** (self.num_bits - 1)) if self.symmetric else 0.0
@@ -96,14 +96,14 @@ class QuantFormat:
     @property
     def span(self) -> float:
         """Return the divisor that gives the scale: of the largest magnitude if symmetric, else of
-        the range of values."""
+        the range."""
         if self.type == "float" or not self.symmetric:
             return self.largest
         return (2.0**self.num_bits - 1) / 2
 
     @property
     def one_of_tensor(self) -> bool:
-        """Return whether one scale is taken from a whole input: then tokens change each other."""
+        """Return whether one scale is taken from the whole input: then tokens change each other."""
         return self.dynamic and self.strategy.startswith("tensor")
 
 

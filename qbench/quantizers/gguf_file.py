@@ -35,6 +35,7 @@ def library() -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _reader(path: str) -> Any:
+    """Return a reader of the GGUF file ``path``. Raises CheckpointError if it is not complete."""
     try:
         return library().GGUFReader(path)
     except (OSError, ValueError, IndexError) as error:
@@ -42,8 +43,8 @@ def _reader(path: str) -> Any:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """Return ``sizes``, as config.json calls them, and ``counted``, fields of PublishedCopy.
-    Raises CheckpointError if it is no GGUF file."""
+    """Return the file's ``sizes`` under config.json's names, and ``counted``, fields of
+    PublishedCopy. Raises CheckpointError if ``path`` is not a GGUF file."""
     reader = _reader(path)
     architecture = _field(reader, "general.architecture")
     names = {
@@ -89,10 +90,9 @@ def _field(reader: Any, name: str) -> Any:
 
 
 def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
-    """Return the file's tensors by ``<module>.<weight or bias>`` of transformers' names. Of an
-    expert, its part of what the file holds of all experts as one. Raises CheckpointError for an
-    architecture that the gguf package does not know, and if gate and up of experts differ in their
-    types."""
+    """Return the file's tensors by transformers' names, ``<module>.<weight or bias>``; for an
+    expert its part of the tensor of all experts. Raises CheckpointError for an architecture that
+    the gguf package does not know, and if an expert's gate and up have different types."""
     held = {tensor.name: tensor for tensor in _reader(path).tensors}
     by_module = {}
     for module, names in _names(path, modules, layers).items():
@@ -107,7 +107,7 @@ def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
 
 
 def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
-    """Return the file's names of each of ``modules``: none, one, or two for an expert's
+    """Return module → the names of its tensors in the file: none, one, or two for an expert's
     gate_up_proj."""
     architecture = _field(_reader(path), "general.architecture")
     kinds = {name: kind for kind, name in library().MODEL_ARCH_NAMES.items()}
@@ -127,7 +127,8 @@ def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
 
 
 def _of_expert(path: str, parts: list[Any], expert: int) -> Any:
-    """Return the rows of one expert in tensors of all experts, one below the other."""
+    """Return the rows of one expert in ``parts``, tensors of all experts, one part below the
+    other."""
     kinds = {part.tensor_type.name for part in parts}
     if len(kinds) > 1:
         raise CheckpointError(

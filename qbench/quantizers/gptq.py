@@ -89,14 +89,15 @@ def quantize_model(
 
 
 def _tell(progress: Advance, index: int, blocks: int, share: float) -> None:
+    """Report the progress of block ``index`` of ``blocks``, of which ``share`` is done."""
     progress(index + share, blocks)
 
 
 def _solve_layers(
     layers: list[nn.Linear], hessian: Tensor, settings: Gptq, names: list[str]
 ) -> GPTQResult:
-    """Quantize ``layers`` that have the same inputs, and so the same ``hessian`` (overwritten), at
-    once, since rows are independent; put the dequantized weights into them."""
+    """Quantize ``layers`` with the same inputs, and so the same ``hessian`` (overwritten), in one
+    go, since rows are independent; write the dequantized weights into them."""
     weight = torch.cat([layer.weight.detach() for layer in layers]).float()
     solved = solve(weight, hessian, settings, names[0])
     if not solved.weight.isfinite().all():
@@ -156,7 +157,8 @@ class GPTQResult:
     damp: float
 
     def packed(self, heights: list[int], settings: Gptq) -> list[Tensors]:
-        """Return the tensors to store for each of the layers, which have ``heights`` rows."""
+        """Return the tensors to store, one mapping per layer; ``heights``: the rows of each
+        layer."""
         parts = zip(*(t.split(heights) for t in (self.codes, self.scale, self.zero)), strict=True)
         stored = [packed.pack(*part, settings.num_bits) for part in parts]
         if self.order is not None:
@@ -218,8 +220,8 @@ def solve(weight: Tensor, hessian: Tensor, settings: Gptq, name: str) -> GPTQRes
 
 
 def _order(diagonal: Tensor, settings: Gptq, size: int) -> Tensor | None:
-    """Return the order in which columns are quantized, from the Hessian's diagonal; None if it is
-    their own. ``size``: weights per group."""
+    """Return the order in which columns are quantized, int64 [in], from the Hessian's diagonal;
+    None for the stored order. ``size``: weights per group."""
     if settings.order == "activation":
         return torch.argsort(diagonal, descending=True)
     if settings.order == "column":
@@ -234,8 +236,9 @@ def _order(diagonal: Tensor, settings: Gptq, size: int) -> Tensor | None:
 
 def find_params(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:
     """Return scale and zero, float32 [out, n], of ``groups`` [out, n, weights per group], as
-    gptqmodel does; but it gives a symmetric group without negative weights the range from 0, whose
-    upper half has no codes: it clips at about half of the largest weight."""
+    gptqmodel computes them, with one exception: it gives a symmetric group without negative weights
+    the range from 0, whose upper half has no codes, so that it clips at about half of the largest
+    weight."""
     largest = torch.full((), 2.0**settings.num_bits - 1, device=groups.device)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     if settings.symmetric:

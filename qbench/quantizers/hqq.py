@@ -21,7 +21,7 @@ HQQLinear.set_backend(HQQBackend.PYTORCH_FORWARD)
 
 
 class Layer(HQQLinear):
-    """The library's layer, which dequantizes once if there is memory for it."""
+    """hqq's layer; it dequantizes only once if there is memory for the weight."""
 
     def dequantize(self) -> Tensor:
         stored = (self.W_q, self.meta["zero"], self.meta["scale"])
@@ -100,6 +100,7 @@ def decode(module: HQQLinear, settings: Hqq) -> Tensor:
 
 
 def _config(settings: Hqq) -> dict:
+    """Return the settings as hqq's quant_config."""
     config = BaseQuantizeConfig(
         nbits=settings.num_bits, group_size=settings.group_length(0), axis=settings.axis
     )

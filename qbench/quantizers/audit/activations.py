@@ -39,9 +39,9 @@ DIFFERENT = 0.01  # share of values that may differ by a step: ties, and scales 
 def measure_inputs(
     originals: Mapping[str, Matrix], quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[ActivationAudit, list[str]]:
-    """Measure the inputs of every module of ``quantized`` that multiplies by one of the
-    ``originals``, the original's matrices by name, on token ids ``probe`` [B, T]; return the
-    measurements and what is wrong with them."""
+    """Measure, on token ids ``probe`` [B, T], the inputs of every module of ``quantized`` that
+    multiplies by a matrix of ``originals`` (by name); return the measurements, and a line per
+    problem."""
     part, about = config.activations.precision, evidence_of(quantized, config, "activations")
     ignored = matching(originals, config.activations.ignore)
     ignored |= {name for name, matrix in originals.items() if matrix.holder == KEPT}
@@ -100,9 +100,9 @@ def measure_inputs(
 
 
 class Rounding:
-    """What rounding did to values, over all calls of :meth:`add`: ``levels`` under one scale, the
-    number of values and of ``clipped`` ones, squares of errors and values, problems. ``noun``: what
-    the values are, for problems."""
+    """Collects what rounding did to values in all calls of :meth:`add`: most ``levels`` under one
+    scale, number of values and of ``clipped`` ones, squares of errors and values, problems.
+    ``noun`` names the values in problems."""
 
     def __init__(self, about: ActivationEvidence, noun: str) -> None:
         self.about, self.noun = about, noun
@@ -112,7 +112,7 @@ class Rounding:
 
     @property
     def error(self) -> float:
-        """The relative error ‖rounded − values‖ / ‖values‖."""
+        """Return the relative error ‖rounded − values‖ / ‖values‖."""
         return relative_error(self.error_squared, self.norm_squared)
 
     def add(self, before: Tensor, after: Tensor) -> None:
@@ -144,8 +144,8 @@ class Rounding:
 
 
 class _InputWatch(Rounding):
-    """Measures one module's input over all its calls: as the module is called (``before`` other
-    hooks), and as it is multiplied (``after`` them)."""
+    """Measures one module's input in all its calls, by two hooks: ``before`` other hooks, and
+    ``after`` them, as it is multiplied."""
 
     def __init__(self, about: ActivationEvidence) -> None:
         super().__init__(about, "its input's values")
@@ -155,7 +155,8 @@ class _InputWatch(Rounding):
         self.input = arguments[0].detach()
 
     def after(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Compare what is multiplied with what the input should have become."""
+        """Compare the input that is multiplied with the definition of rounding of the original
+        input."""
         self.add(self.input, arguments[0].detach())
 
 
@@ -171,8 +172,8 @@ def groups_of(x: Tensor, about: ActivationEvidence) -> Tensor:
 
 
 def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values [groups, n] that float64 ``groups`` [groups, n] should become, and the
-    lowest and the highest value that their scales, as they are stored, allow [groups or 1, 1]."""
+    """Return the rounded values [groups, n] of float64 ``groups`` [groups, n] by definition, and
+    the lowest and highest values that their stored scales allow [groups or 1, 1]."""
     form, bits = about.format, about.format.num_bits
     largest = groups.abs().amax(1, keepdim=True)
     given = None if about.fixed is None else about.fixed.scale.double().reshape(1, 1)

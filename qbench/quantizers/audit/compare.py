@@ -64,8 +64,9 @@ def independence(
     """Measure how far logits depend on later tokens, and on the other rows of a batch; return both,
     and a line per dependence that the settings do not declare.
 
-    ``probe``: token ids [B ≥ 2, T]. Within ``row_by_row`` of a model no row of its attention
-    changes the last bits of another, as rows of a kernel's tile may: both models are measured so.
+    ``probe``: token ids [B ≥ 2, T]. In the context ``row_by_row(model)`` no row of its attention
+    changes the last bits of another, as rows of a kernel's tile may: both models are measured in
+    it.
     """
     length = probe.shape[1]
     lengths = sorted({max(1, n) for n in (length - CUT, length // 2, length // 4)})
@@ -121,14 +122,15 @@ def independence(
 
 
 def _moved_by_length(base: Tensor, other_shapes: list[Tensor], dtype: torch.dtype) -> float:
-    """Return how far the logits ``base`` [B, T, V] of a model in ``dtype`` lie from those of the
-    same texts with their last tokens left off; 0 if that is no more than rounding in other shapes.
+    """Return the largest difference between the logits ``base`` [B, T, V] and those of the same
+    texts without their last tokens; 0 if rounding in other shapes, in ``dtype``, explains it.
 
-    ``other_shapes``: the logits [1, T, V] of the first row in a batch of its own, then those of
-    the texts cut, [B, < T, V]; may be empty."""
+    ``other_shapes``: the logits [1, T, V] of the first row in a batch of its own, then those of the
+    shortened texts, [B, < T, V]; may be empty.
+    """
 
     def share(logits: Tensor, expected: Tensor) -> float:
-        """Return the share of tokens whose logits are farther off than rounding takes them."""
+        """Return the share of tokens whose logits differ by more than rounding."""
         most = OTHER_SHAPES.get(dtype, OTHER_SHAPES_OF_HALF) * expected.norm(dim=-1)
         return float(((logits - expected).norm(dim=-1) > most).float().mean())
 
@@ -167,7 +169,7 @@ def _all_logits(model: nn.Module, texts: list[Tensor]) -> list[Tensor]:
 
 
 def _moved(before: Tensor, after: Tensor) -> float:
-    """Return the largest |difference|; infinite if one of a pair is finite and the other not."""
+    """Return the largest |difference|; infinite if only one value of a pair is finite."""
     difference = (after - before).abs().nan_to_num(nan=torch.inf)
     difference[before.isnan() & after.isnan()] = 0
     return float(difference.max()) if difference.numel() else 0.0
@@ -201,13 +203,13 @@ def audit(
     row_by_row: RowByRow = nullcontext,
     progress: Advance = lambda done, total: None,
 ) -> Audit:
-    """Compare ``quantized`` with the ``original`` it was made from, on one device. ``original`` may
-    be changed and is of no use afterwards.
+    """Compare ``quantized`` with its ``original``, on one device. ``original`` may be changed and
+    must not be used afterwards.
 
     ``probe``: token ids [B, T] of a text on which quantization must move the logits.
     ``row_by_row``: a context in which no row of a model's attention changes the last bits of
     another. ``progress(done, total)`` is called as layers are measured. The result's ``passed`` is
-    False if a check fails, and ``problems`` says why, one line each.
+    False if a check fails, and ``problems`` has a line per failed check.
     """
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)

@@ -32,8 +32,8 @@ ROUNDED = {torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative, of an attenti
 def measure_kv(
     quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[KVAudit | None, list[str]]:
-    """Measure what ``quantized`` reads of its KV cache on token ids ``probe`` [B, T]; return that,
-    None if no attention has a cache, and what is wrong, one line each."""
+    """Measure the keys and values that ``quantized`` reads from its KV cache on token ids ``probe``
+    [B, T]; return the audit (None without a cache), and a line per problem."""
     installed = evidence_of(quantized, config, "kv_cache")
     problems = [
         f"{name}: its KV cache is not quantized"
@@ -99,9 +99,9 @@ def measure_kv(
 
 
 def wrong_output(call: Call) -> str | None:
-    """Return what is wrong with the output of attention; None if the last queries' of the first
-    sequence are nearer to those of attention over the quantized keys and values than halfway to
-    those over unquantized ones. Computed in float32."""
+    """Return why attention's output is wrong; None if for the last queries of the first sequence it
+    is nearer to attention over the quantized keys and values than halfway to attention over
+    unquantized ones. Computed in float32."""
     last, trace = slice(-QUERIES, None), call.trace
     mask = None if call.mask is None else call.mask[:1, :, last]
 
@@ -129,7 +129,7 @@ def wrong_output(call: Call) -> str | None:
 def _module(
     name: str, read: KVTrace, cache: KVFakeQuant, bits: float
 ) -> tuple[KVModuleAudit, list[str]]:
-    """Return what was measured of the module ``name``, and what is wrong with it."""
+    """Return the measurements of the module ``name``, and a line per problem."""
     sinks = read.positions[0] < cache.sink_tokens  # the probe has no padding: all rows are alike
     problems = []
     if cache.format.num_bits != bits:

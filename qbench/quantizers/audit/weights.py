@@ -53,7 +53,7 @@ MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices kee
 
 
 class Zeroed(NamedTuple):
-    """Holds the columns of a layer that quantizing made zeros."""
+    """Holds the columns of a layer that quantization set to zero."""
 
     columns: Tensor  # bool [in]
     squares: Tensor  # float32 [in], the sum of the original's squared weights per column
@@ -61,7 +61,7 @@ class Zeroed(NamedTuple):
 
 
 class LayerResult(NamedTuple):
-    """Holds what was measured of one quantized layer."""
+    """Holds the measurements of one quantized layer."""
 
     audit: ModuleAudit
     problems: list[str]
@@ -80,10 +80,11 @@ def measure_weights(
     input_dtypes: Mapping[str, torch.dtype],
     progress: Advance,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare the weights of ``quantized`` with ``originals``, the matrices of ``original``.
+    """Compare the weights of ``quantized`` with ``originals``, the matrices of ``original`` by
+    name. Return fields of an ``Audit``, and a line per problem.
 
-    ``probe``: token ids [B, T]; ``input_dtypes``: of each layer, see ``recorded_dtypes``. Returns
-    fields of an ``Audit``, and what is wrong, one line each.
+    ``probe``: token ids [B, T]; ``input_dtypes``: dtype of each layer's input, see
+    ``recorded_dtypes``.
     """
     if config.weights is None:
         dtype = getattr(torch, config.compute_dtype)
@@ -155,10 +156,9 @@ def _coverage(
     stored: Collection[str],
     config: QuantizationConfig,
 ) -> tuple[dict[str, str], list[str]]:
-    """Return why each of the ``originals`` that is not ``stored`` is not quantized. Also return
-    what is wrong: linear layers that are missing though the settings want them quantized, other
-    matrices if they are more than ``MOST_UNQUANTIZED`` of all weights, and layers that are
-    quantized though they should not be."""
+    """Return why each of the ``originals`` that is not ``stored`` is unquantized. Also return a
+    line per problem: linear layers that the settings want quantized and are not, other matrices if
+    they exceed ``MOST_UNQUANTIZED`` of all weights, and layers that should not be quantized."""
     ignored, because = matching(originals, config.ignore), {}
     for name, matrix in originals.items():
         if name in stored:
@@ -196,8 +196,8 @@ def _changed_matrices(
     quantized: nn.Module,
     dtype: torch.dtype | None,
 ) -> list[str]:
-    """Return a line per matrix that should be the original's and is not. ``dtype``: that of all
-    weights if no layer is quantized, else None."""
+    """Return a line per matrix of ``unquantized`` that differs from the original's. ``dtype``: that
+    of all weights if no layer is quantized, else None."""
     after, lines = matrices(quantized), []
     for matrix in unquantized:
         load_block(original, matrix.name)
@@ -219,9 +219,9 @@ def _changed_others(
     config: QuantizationConfig,
     stored: Collection[str],
 ) -> tuple[list[str], list[str]]:
-    """Compare the parameters that are no weight matrices. Return a line per changed embedding or LM
-    head and per bias that the original lacks; and a line per changed norm or other bias, which
-    differ too if factors were moved into them.
+    """Compare the parameters that are not weight matrices. Return a line per changed embedding or
+    LM head and per bias that the original lacks; and a line per changed norm or other bias, which
+    may differ if factors were moved into them.
 
     A published copy may hold all of them in another dtype, and embeddings and LM head rounded as
     its quantized layers, ``stored``, are.
@@ -272,8 +272,8 @@ def _changed_others(
 
 
 def _looks_up(holder: QuantizedEmbedding, original: nn.Module, settings: WeightSettings) -> bool:
-    """Return whether the rows that ``holder`` gives are what ``original`` makes of the weight that
-    its layer's forward multiplies by, up to rounding."""
+    """Return whether ``holder`` gives, up to rounding, the rows of the weight that its layer's
+    forward multiplies by, as ``original`` looks them up."""
     kept, ids = original.weight, torch.arange(len(original.weight), device=original.weight.device)
     weight = forward_weight(holder.layer, kept.shape[1], kept.dtype)
     off = relative(holder(ids), functional_call(original, {"weight": weight}, (ids,)))
@@ -306,11 +306,9 @@ def measure(
     *,
     rescales: bool = False,
 ) -> LayerResult:
-    """Compare the forward pass of ``module``, and what it says that it stores, with the original
-    ``matrix`` [out, in].
-
-    ``rescales``: factors may have been moved into neighbouring layers.
-    """
+    """Compare the weight in the forward pass of ``module``, and its ``stored`` codes, with the
+    original ``matrix`` [out, in]. ``rescales``: factors may have been moved into neighbouring
+    layers."""
     rows, columns = matrix.weight.shape
     expected, factor = matrix.weight.float(), None
     weight, size = read_weight(module, matrix, settings)
@@ -385,7 +383,7 @@ def _problems(
     stored: PackedWeight,
     settings: WeightSettings,
 ) -> list[str]:
-    """Return what is wrong with a layer by what was ``measured`` of it, one line each."""
+    """Return a line per problem of a layer: error, levels, bits or agreement out of bounds."""
     problems, (rows, columns) = [], matrix.weight.shape
     if audit.levels > settings.levels:
         problems.append(
@@ -431,12 +429,12 @@ def _problems(
 
 
 def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
-    """Return ``expected`` [out, in] with the factors of rows and columns that ``weight`` has over
-    it by least squares, and these factors [out, in].
+    """Return ``expected`` [out, in] times the factors of rows and columns that bring it closest to
+    ``weight``, by least squares, and these factors [out, in].
 
     AWQ and SmoothQuant move a factor per column into the layer before, whose rows are divided by
-    it. If factors bring the two little nearer, or not within the relative error ``bound``,
-    ``expected`` is returned as it is, with None. ``audit.compare`` checks that they cancel.
+    it. If factors hardly reduce the difference, or not below the relative error ``bound``, return
+    (``expected``, None). ``audit.compare`` checks that the factors cancel.
 
     Errors are counted after scaling, as weights were rounded: a column whose input is nearly zero
     has a tiny factor, over which its rounding error would be divided. A column of zeros has the
@@ -487,10 +485,10 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def read_weight(
     module: nn.Module, matrix: Matrix, settings: WeightSettings
 ) -> tuple[Tensor, float]:
-    """Return the weight that ``module``'s forward pass multiplies by, and the size of the inputs
-    that it was read with: 1, unless a copy rounds its inputs and the weight is too far from
-    ``matrix``. Then a static scale may clip such inputs, or round them to few levels, and the
-    nearest of several sizes is taken."""
+    """Return the weight that the forward pass of ``module`` multiplies by, and the size of the
+    inputs that it was read with: 1, unless a copy rounds its inputs and the weight is too far from
+    ``matrix``. A static scale may clip such inputs, or round them to few levels; then the best of
+    several sizes is taken."""
     original, best = matrix.weight, None
     if getattr(settings, "activations", None) is None:
         return forward_weight(module, original.shape[1], original.dtype), 1.0
@@ -530,7 +528,7 @@ def forward_weight(
 
 def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Tensor) -> list[str]:
     """Return a line per layer whose zeroed columns carry more of its squared products on ``probe``
-    [B, T] than is allowed.
+    [B, T] than allowed.
 
     GPTQ zeroes columns whose inputs are zero on all calibration text, as of a softpick head that is
     silent; and few bits round a whole column of small weights to zero.
@@ -553,8 +551,8 @@ def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Ten
 
 @contextmanager
 def recorded_dtypes(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, torch.dtype]]:
-    """Record by name the dtype of what each of the modules ``names`` of ``model`` is given while it
-    runs."""
+    """Yield a mapping that receives, by name, the dtype of the input of each of the modules
+    ``names`` of ``model`` as it runs in the body."""
     dtypes: dict[str, torch.dtype] = {}
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -569,8 +567,8 @@ def recorded_dtypes(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str
 
 
 def failing_layer(error: BaseException, model: nn.Module) -> str:
-    """Return ``name: `` of the module of ``model`` whose missing attribute ``error`` is about, with
-    what to do; empty for other errors."""
+    """Return ``<module's name>: <remedy>`` if ``error`` is about a missing attribute of a module of
+    ``model``; "" for other errors."""
     module = getattr(error, "obj", None)
     name = next((name for name, each in model.named_modules() if each is module), None)
     if not isinstance(error, AttributeError) or not name:
@@ -605,10 +603,11 @@ def matrices_size(matrices: Iterable[Matrix]) -> int:
 
 
 def _word(name: str) -> str:
-    """Return the word by which ``ignore`` names a matrix: ``experts``, or its name's last part."""
+    """Return how ``ignore`` names a matrix: ``experts``, or the last part of its name."""
     parts = name.split(".")
     return "experts" if "experts" in parts else parts[-1]
 
 
 def _some(matrices: list[Matrix]) -> str:
+    """Return names and shapes of the first few ``matrices`` as text."""
     return some([f"{m.name} {list(m.weight.shape)}" for m in matrices], 3)
