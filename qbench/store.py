@@ -96,7 +96,7 @@ ARCHIVE = "records.tar.xz"
 UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was unpacked last
 WRITTEN = (
     "records", "analysis", "export", MANIFEST, ARCHIVE, UNPACKED, ".lock", "tables.md",
-    "tables.csv", "tables.tex",
+    "tables.csv", "tables.tex", "recipe.yaml", "budget.json", "budget.svg",
 )  # fmt: skip
 PACKED = re.compile(rf"grid\.json|(records|analysis)(/{NAME})+\.(json|parquet)")
 FETCH_AGAIN = "fetch it again"

@@ -295,6 +295,17 @@ def test_a_budget_that_cannot_work_is_refused_in_a_line(options, message, tmp_pa
     assert len(error.value.lines) == 1
 
 
+@pytest.mark.parametrize("name", ["recipe.yaml", "budget.json", "budget.svg", "tables.md"])
+def test_a_folder_with_a_symbolic_link_is_refused_before_the_search(name, tmp_path, monkeypatch):
+    """A stranger's folder must not have this machine's files overwritten."""
+    monkeypatch.setattr(search, "search", None)
+    (folder := tmp_path / "mix").mkdir()
+    (folder / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(QbenchError, match=f"{name}: a symbolic link, which results must not have"):
+        qbench("budget", *OPTIONS, "--methods", "rtn-2bit", "--bits", 3, "--out", folder)
+    assert not (tmp_path / "mine").exists()
+
+
 @pytest.mark.parametrize(
     ("estimate", "significant", "words"),
     [

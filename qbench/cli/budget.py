@@ -25,6 +25,7 @@ from qbench.quantizers.registry import config_of, split_commas
 from qbench.quantizers.texts import CalibrationText
 from qbench.recipe import Overrides, Recipe, absolute, label_of, save
 from qbench.runner.progress import Display
+from qbench.store import require_no_links
 
 
 def budget(
@@ -90,6 +91,7 @@ def budget(
     launcher = load_launcher(recipe, overrides, out=out, device=device)
     folder, source = launcher.out, _calibration(launcher.recipe, texts)
     require_folder(folder, "--out")
+    require_no_links(folder)
     require_folder(cache_folder(), "$QBENCH_CACHE")
     unquantized = UNQUANTIZED[launcher.recipe.quantizers[0].quantization.compute_dtype]
     changed = overrides.model_copy(
