@@ -21,11 +21,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import psutil
 import pynvml
@@ -37,10 +36,10 @@ from qbench.plugins import plugin_versions
 from qbench.records import Environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CELLS_PER_GPU = 3  # quantization of one cell overlaps with the scoring of others
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """Describes a GPU that this process may use."""
 
     name: str  # such as NVIDIA H200
@@ -50,29 +49,25 @@ class Gpu:
 @functools.cache
 def visible_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES allows, from NVML, in CUDA's order."""
+    by_index, by_id = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+    gpus = []
     try:
         pynvml.nvmlInit()
         visible = os.environ.get(VISIBLE)
         names = range(pynvml.nvmlDeviceGetCount()) if visible is None else visible.split(",")
-        return tuple(_gpu(str(name).strip()) for name in names)
+        for name in (str(name).strip() for name in names):
+            handle = by_index(int(name)) if name.isdecimal() else by_id(name)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+            gpus.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory / GIB))
     except pynvml.NVMLError:
         return ()
+    return tuple(gpus)
 
 
 def _cuda() -> Any:
     import torch
 
     return torch.cuda
-
-
-def _gpu(name: str) -> Gpu:
-    """Return the GPU with this index or UUID."""
-    get = pynvml.nvmlDeviceGetHandleByUUID
-    handle = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else get(name)
-    return Gpu(
-        name=pynvml.nvmlDeviceGetName(handle),
-        memory_gib=pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
-    )
 
 
 def choose_device(device: str) -> str:
@@ -149,7 +144,6 @@ def gpu_slots(
     gpus: str | None,
     workers: int | None,
     device: str,
-    cells_per_gpu: int,
     *,
     at_most: int | None = None,
 ) -> list[int]:
@@ -157,7 +151,7 @@ def gpu_slots(
     one cell at a time in this process.
 
     ``gpus`` is None (one GPU), "all" or a number; ``workers`` the processes per GPU, by default
-    ``cells_per_gpu``, and 1 on a CPU. Raises RecipeError for GPUs that are not there.
+    CELLS_PER_GPU, and 1 on a CPU. Raises RecipeError for GPUs that are not there.
     """
     if device == "cpu":
         if gpus is not None:
@@ -167,7 +161,7 @@ def gpu_slots(
     if gpus not in (None, "all") and not (gpus.isdecimal() and 1 <= int(gpus) <= present):
         raise RecipeError(f"--gpus {gpus}: must be all, or a number from 1 to {present}")
     count = present if gpus == "all" else int(gpus or 1)
-    return [gpu for _ in range(workers or cells_per_gpu) for gpu in range(count)][:at_most]
+    return [gpu for _ in range(workers or CELLS_PER_GPU) for gpu in range(count)][:at_most]
 
 
 def gpu_of_environment(index: int) -> str:
@@ -259,10 +253,8 @@ def reset_peak_memory(device: str) -> None:
         for index in range(cuda.device_count()):
             cuda.reset_peak_memory_stats(index)
         return
-    try:
+    with suppress(OSError):  # not Linux: the peak is then that of the whole process
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return  # not Linux: the peak is then that of the whole process
 
 
 def free(device: str) -> None:

@@ -140,15 +140,11 @@ def read_yaml(path: Path) -> Source:
 def require_no_removed(source: Source) -> None:
     """Raise RecipeError if the recipe has keys of earlier versions, naming what took their
     place."""
-    keys = {
-        location: ".".join(part for part in location if isinstance(part, str))
-        for location in source.lines
-    }
-    gone = [
+    if gone := [
         f"{source.at(location)}: {key} was removed: {removed.KEYS[key]}"
-        for location, key in keys.items() if key in removed.KEYS
-    ]  # fmt: skip
-    if gone:
+        for location in source.lines
+        if (key := ".".join(part for part in location if isinstance(part, str))) in removed.KEYS
+    ]:
         raise RecipeError(*gone)
 
 
@@ -635,7 +631,7 @@ def _sources(value: Any) -> Any:
     """Return a list of texts ``NAME=SOURCE`` as a mapping from name to source; other values as they
     are."""
     if not isinstance(value, list):
-        return value
+        return value or {}
     sources: dict[str, str] = {}
     for pair in value:
         name, _, source = pair.partition("=")
@@ -673,10 +669,12 @@ class Overrides(Strict):
     empty mapping, keeps the recipe's. Paths are relative to the working folder. The fields' texts
     are the help of the options."""
 
-    checkpoints: Sources = _option({}, type=list[str], metavar="NAME=SOURCE")
+    checkpoints: Sources = _option(
+        {}, flag="--checkpoint", type=list[str] | None, metavar="NAME=SOURCE"
+    )
     """Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without a recipe: the
     checkpoints, of which the first is the baseline of Δ."""
-    quantized: Sources = _option({}, type=list[str], metavar="LABEL=SOURCE")
+    quantized: Sources = _option({}, type=list[str] | None, metavar="LABEL=SOURCE")
     """A checkpoint that is quantized already, scored beside its original; without --checkpoint it
     is scored alone. Repeatable."""
     quantizers: Names = _option(None, type=str | None, metavar="NAMES")

@@ -95,7 +95,7 @@ def test_without_a_driver_cuda_is_refused_in_one_line(nvml, monkeypatch):
 )  # fmt: skip
 def test_worker_processes_are_spread_over_gpus(nvml, gpus, workers, device, cells, slots):
     nvml()
-    assert machine.gpu_slots(gpus, workers, device, 3, at_most=cells) == slots
+    assert machine.gpu_slots(gpus, workers, device, at_most=cells) == slots
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,6 @@ BROKEN = "CUDA error: an illegal memory access was encountered"
 def test_gpus_that_are_not_there_are_refused(nvml, gpus):
     nvml()
     with pytest.raises(RecipeError, match="a number from 1 to 3"):
-        machine.gpu_slots(gpus, None, "cuda", 3)
+        machine.gpu_slots(gpus, None, "cuda")
     with pytest.raises(RecipeError, match="computes on the CPU"):
-        machine.gpu_slots(gpus, None, "cpu", 3)
+        machine.gpu_slots(gpus, None, "cpu")

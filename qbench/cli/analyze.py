@@ -38,7 +38,7 @@ from qbench.text import group_by_reason
 def analyze(
     *,
     recipe: RecipeFile,
-    overrides: Annotated[Overrides, "checkpoint", "data", "calibration", "dtype"],
+    overrides: Annotated[Overrides, "checkpoints", "data", "calibration", "dtype"],
     text: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     field: str | None = None,
     samples: Annotated[int, typer.Option(min=1)] = 16,

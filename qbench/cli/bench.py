@@ -105,7 +105,7 @@ def generation(
 def evaluation(
     *,
     recipe: RecipeFile,
-    overrides: Annotated[Overrides, "checkpoint", "data", "limit", "dtype"],
+    overrides: Annotated[Overrides, "checkpoints", "data", "limit", "dtype"],
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
@@ -127,7 +127,7 @@ def evaluation(
 def command(
     *,
     recipe: RecipeFile,
-    overrides: Annotated[Overrides, "checkpoint", "data", "calibration", "limit", "dtype"],
+    overrides: Annotated[Overrides, "checkpoints", "data", "calibration", "limit", "dtype"],
     cell: list[str] = [],  # noqa: B006  typer copies it
     device: DeviceOption = "auto",
     out: Json = None,

@@ -32,7 +32,7 @@ def budget(
     *,
     recipe: RecipeOrOptions = None,
     overrides: Annotated[
-        Overrides, "checkpoint", "quantized", "tasks", "data", "definitions", "calibration",
+        Overrides, "checkpoints", "quantized", "tasks", "data", "definitions", "calibration",
         "calibration_samples", "calibration_length", "limit", "dtype",
     ],
     bits: Annotated[str | None, typer.Option(metavar="BITS,…")] = None,

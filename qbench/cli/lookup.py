@@ -29,7 +29,7 @@ def list_command(
         Literal["quantizers", "formats", "normalizers", "models", "tasks", "recipes"],
         typer.Argument(metavar="WHAT"),
     ],
-    plugin: PluginOption = [],  # noqa: B006  typer copies it
+    plugin: PluginOption = None,
 ) -> None:
     """List the quantizers with their options, the formats of checkpoints that are quantized
     already, the normalizers, the classes of models that were tried, lm-eval's tasks, or the recipes

@@ -63,17 +63,13 @@ class CommandGroup(typer.Typer):
             entries = (line.partition(": ") for line in re.sub(r"\n +", " ", section).splitlines())
             help = {parameter: text for parameter, _, text in entries}
             parameters: list[inspect.Parameter] = []
-            chosen: dict[str, None] = {}
+            chosen: tuple[str, ...] = ()  # fields of Overrides
             for parameter in inspect.signature(command, eval_str=True).parameters.values():
                 if parameter.name == "overrides":
-                    chosen = dict.fromkeys(
-                        (*(get_args(parameter.annotation)[1:] or OPTIONS), "plugin")
-                    )
+                    chosen = get_args(parameter.annotation)[1:] or tuple(Overrides.model_fields)
                     parameters += [
-                        parameter.replace(
-                            name=option, default=EMPTY.get(option), annotation=OPTIONS[option]
-                        )
-                        for option in chosen
+                        parameter.replace(name=name, default=None, annotation=OPTIONS[name])
+                        for name in (*chosen, "plugin")
                     ]
                 else:
                     annotation = _with_help(parameter, help.get(parameter.name))
@@ -81,10 +77,9 @@ class CommandGroup(typer.Typer):
 
             @functools.wraps(command)
             def wrapper(**values: Any) -> None:
-                if chosen:  # plug-ins were loaded while the options were read
-                    given = {FIELDS.get(name, name): values.pop(name) for name in chosen}
-                    del given["plugin"]
-                    values["overrides"] = _overrides(given)
+                if chosen:
+                    del values["plugin"]  # was loaded while the options were read
+                    values["overrides"] = _overrides({name: values.pop(name) for name in chosen})
                 command(**values)
 
             # what typer reads
@@ -103,8 +98,8 @@ def _overrides(given: dict[str, Any]) -> Overrides:
         return Overrides(**given)
     except RecipeError as error:
         field, _, why = str(error).partition(": ")
-        option = next((name for name, each in FIELDS.items() if each == field), field)
-        raise RecipeError(f"--{option.replace('_', '-')}: {why}") from None
+        option = "checkpoint" if field == "checkpoints" else field.replace("_", "-")
+        raise RecipeError(f"--{option}: {why}") from None
 
 
 def _with_help(parameter: inspect.Parameter, help: str | None) -> Any:
@@ -150,16 +145,14 @@ Out = Annotated[
 ]
 
 
-def _load_plugins(paths: list[Path]) -> list[Path]:
-    """Load plug-ins while options are read, so that later options can name what they register;
-    return the paths."""
-    for path in paths:
+def _load_plugins(paths: list[Path] | None) -> None:
+    """Load plug-ins while options are read, so that other options can name what they register."""
+    for path in paths or ():
         load_file(path)
-    return paths
 
 
 PluginOption = Annotated[
-    list[Path],
+    list[Path] | None,
     typer.Option(
         parser=_path,
         callback=_load_plugins,
@@ -189,9 +182,5 @@ def _option(part: FieldInfo) -> Any:
     return Annotated[kind, option]
 
 
-OPTIONS: dict[str, Any] = {
-    "checkpoint" if name == "checkpoints" else name: _option(part)
-    for name, part in Overrides.model_fields.items()
-} | {"plugin": PluginOption}
-FIELDS = {"checkpoint": "checkpoints"}  # of Overrides, by option
-EMPTY = {"checkpoint": [], "quantized": [], "plugin": []}  # defaults other than None
+OPTIONS = {name: _option(part) for name, part in Overrides.model_fields.items()}
+OPTIONS["plugin"] = PluginOption

@@ -50,8 +50,6 @@ from qbench.runner.workers import Workers
 from qbench.store import Store
 from qbench.text import duration, group_by_reason
 
-CELLS_PER_GPU = 3  # quantization of one cell overlaps with the scoring of others
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Launcher:
@@ -137,9 +135,7 @@ def launch(
                 launcher, device=dask.device, gpu=dask.expected["GPU"], executor=dask,
                 description=dask.description,
             )  # fmt: skip
-    elif device_map is None and (
-        slots := gpu_slots(gpus, workers, launcher.device, CELLS_PER_GPU, at_most=cells)
-    ):
+    elif device_map is None and (slots := gpu_slots(gpus, workers, launcher.device, at_most=cells)):
         processes = Workers(slots, device=launcher.device)
         processes.preload()
         try:

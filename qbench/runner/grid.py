@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
@@ -43,13 +42,8 @@ DEAD = (BrokenExecutor, CancelledError)
 T = TypeVar("T")
 
 
-def portable(function: Callable[..., T]) -> Callable[..., T]:
-    """Return ``function`` for another process, which loads this process's plug-ins before it
-    unpickles the function."""
-    return partial(_call, loaded(), pickle.dumps(function))
-
-
 def _call(plugins: tuple[Plugin, ...], function: bytes, *arguments: Any, **settings: Any) -> Any:
+    """Load the plug-ins of the process that pickled ``function``; unpickle and call it."""
     load(plugins)
     return pickle.loads(function)(*arguments, **settings)
 
@@ -76,7 +70,12 @@ def run_cells(
     """
     chosen = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
-    put_manifest(plan, grid.store, grid.progress)
+    before = grid.store.put_manifest(plan.manifest, grid.progress.log)
+    if before is not None and before.cells != plan.manifest.cells:
+        grid.progress.log(
+            f"{out} held results of other settings or versions; they stay, and count again when "
+            "the same command is given again; tables show this run"
+        )
     sources = Sources(
         plan.recipe.data,
         plan.recipe.definitions,
@@ -85,32 +84,24 @@ def run_cells(
     )
     keep_sources(grid.cache, plan.manifest, sources)
     missing = grid.reuse_finished(chosen)
-    if executor is not None:
-        missing = in_order(missing)
+    if executor is not None:  # those first that take longest, by exact scoring and by calibration
+        missing.sort(key=lambda cell: (
+            cell.base is not None, cell.scoring.mode == "fast",
+            not cell.quantization.needs_calibration,
+        ))  # fmt: skip
     if missing:
         grid.run(missing, executor or SerialExecutor())
     return [grid.done[cell.name] for cell in chosen]
 
 
 def _submit(executor: Executor, call: Callable[..., T], *arguments: Any, **more: Any) -> Future[T]:
-    """Submit a call; a broken executor gives a failed future."""
+    """Submit a call to another process, or this one; a broken executor gives a failed future."""
     try:
-        return executor.submit(call, *arguments, **more)
+        return executor.submit(partial(_call, loaded(), pickle.dumps(call)), *arguments, **more)
     except BrokenExecutor as error:
         future: Future[T] = Future()
         future.set_exception(error)
         return future
-
-
-def why(error: BaseException) -> str:
-    """Return the error line of a cell that ``error``, one of ``DEAD``, ended."""
-    return str(error) if isinstance(error, LostExecutorError) else DIED
-
-
-def remote(executor: Executor, progress: Progress) -> AbstractContextManager[Progress]:
-    """Return the context whose value cells on ``executor`` report to; it passes all on to
-    ``progress``. Executors in this process and over other hosts have their own ``listen``."""
-    return getattr(executor, "listen", listening)(progress)
 
 
 class _GridRun:
@@ -137,13 +128,13 @@ class _GridRun:
         needed = {
             cell.base.key: cell.name
             for cell in cells
-            if cell.base is not None and not is_final(records[cell.name], cell)
+            if cell.base is not None and lacks(records[cell.name], cell)
         }
         missing: list[Cell] = []
         keys: set[str] = set()
         for cell in cells:  # unquantized ones first: what is measured against them comes after
             record = records[cell.name]
-            other = needed.get(cell.key) if is_final(record, cell) else None
+            other = None if lacks(record, cell) else needed.get(cell.key)
             if other is not None and (why := baseline_error(self.cache, cell, record)):
                 self.rerun.add(cell.name)
                 self.progress.log(f"{cell.name}: made again, since {other} needs it: {why}")
@@ -162,7 +153,7 @@ class _GridRun:
         """Return the record of the results folder; if it is not good, that of the same key in the
         cache, after copying it with its tables."""
         record = self.store.get_valid(cell.grid_cell)
-        if is_final(record, cell):
+        if not lacks(record, cell):
             keep_cell(self.cache, record, self.store)
         elif kept := find_kept(cell, self.cache):
             with FileLock(self.store.lock_file(cell.grid_cell)):
@@ -174,11 +165,12 @@ class _GridRun:
         """Run ``cells`` side by side on ``executor``; their records go to ``done``."""
         out, cache = self.store.directory.resolve(), self.cache.resolve()
         if isinstance(executor, Workers):  # of this host, with one cache
-            ahead = portable(partial(quantize_ahead, self.plan, out=out, cache=cache))
+            ahead = partial(quantize_ahead, self.plan, out=out, cache=cache)
             self.quantize_ahead = partial(_submit, executor, ahead)
-        with remote(executor, self.progress) as reporter:
+        # executors in this process and over other hosts have their own ``listen``
+        with getattr(executor, "listen", listening)(self.progress) as reporter:
             call = partial(run_cell, self.plan, out=out, cache=cache, reuse=not self.force)
-            self._side_by_side(cells, partial(_submit, executor, portable(call), progress=reporter))
+            self._side_by_side(cells, partial(_submit, executor, call, progress=reporter))
 
     def _side_by_side(self, cells: Sequence[Cell], submit: Callable[..., Future]) -> None:
         """Run ``cells``, each after the cell that it depends on; meanwhile weights of waiting cells
@@ -187,7 +179,8 @@ class _GridRun:
         ahead: dict[str, Future] | None = None
         while True:
             unfinished = {cell.key for cell in (*waiting, *at_work.values())}
-            for cell in [each for each in waiting if depends_on(each) not in unfinished]:
+            ready = [c for c in waiting if c.base is None or c.base.key not in unfinished]
+            for cell in ready:
                 making = ahead.pop(cell.name, None) if ahead else None
                 if making is not None and not making.cancel() and not making.done():
                     ahead[cell.name] = making  # it finds the weights once they are made
@@ -209,7 +202,8 @@ class _GridRun:
                     record = future.result()
                 except DEAD as error:
                     self.progress.end(cell.name)
-                    record = self.give_up(cell, why(error))
+                    lost = isinstance(error, LostExecutorError)
+                    record = self.give_up(cell, str(error) if lost else DIED)
                 assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
                 self.done[cell.name] = record
 
@@ -273,7 +267,7 @@ def run_cell(
             progress.log(f"{cell.name}: already there")
         else:
             record = run(cell, plan, store, progress, cache, reuse=reuse)
-            if is_final(record, cell):
+            if not lacks(record, cell):
                 keep_cell(cache, record, store)
             progress.log(summary(record), "bold red" if record.status == "failed" else "")
         progress.end(cell.name)
@@ -315,53 +309,20 @@ def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
     attempt(work, Store(out).log(cell.grid_cell), plan.device)
 
 
-def depends_on(cell: Cell) -> str | None:
-    """Return the key of the unquantized cell that the damage of ``cell`` is measured against, or
-    None."""
-    return cell.base.key if cell.base is not None else None
-
-
-def in_order(cells: Sequence[Cell]) -> list[Cell]:
-    """Sort cells that run side by side: unquantized ones first, then those that take longest, by
-    exact scoring and by calibration."""
-    return sorted(
-        cells,
-        key=lambda cell: (
-            cell.base is not None,
-            cell.scoring.mode == "fast",
-            not cell.quantization.needs_calibration,
-        ),
-    )
-
-
-def put_manifest(plan: Plan, store: Store, progress: Progress) -> None:
-    """Write the plan's manifest into the results folder; records of other keys stay there."""
-    before = store.put_manifest(plan.manifest, progress.log)
-    if before is not None and before.cells != plan.manifest.cells:
-        progress.log(
-            f"{store.directory} held results of other settings or versions; they stay, and count "
-            "again when the same command is given again; tables show this run"
-        )
-
-
 def find_kept(cell: Cell, cache: Path) -> tuple[Record, dict[Table, bytes]] | None:
     """Return the record of ``cell`` and its tables from the cache if no run could add to it."""
     kept = find_cell(cache, cell.grid_cell)
-    return kept if kept is not None and is_final(kept[0], cell) else None
+    return kept if kept is not None and not lacks(kept[0], cell) else None
 
 
-def is_valid(record: Record | None, cell: Cell) -> bool:
-    """Return whether the record finished all tasks within the tolerance of ``cell``."""
+def lacks(record: Record | None, cell: Cell) -> str | None:
+    """Return what a run could add to the record: "scores", all of them within the tolerance of
+    ``cell``, or "damage"; None if nothing."""
     if record is None or record.status != "ok" or record.failed_tasks:
-        return False
-    return tolerance_violation(cell.scoring.tolerance, record.scoring) is None
-
-
-def is_final(record: Record | None, cell: Cell) -> bool:
-    """Return whether the record is good and no later run could add damage to it."""
-    if record is None or not is_valid(record, cell):
-        return False
-    return not (isinstance(record.damage, Unavailable) and record.damage.retry)
+        return "scores"
+    if tolerance_violation(cell.scoring.tolerance, record.scoring) is not None:
+        return "scores"
+    return "damage" if isinstance(record.damage, Unavailable) and record.damage.retry else None
 
 
 def is_up_to_date(
@@ -375,9 +336,9 @@ def is_up_to_date(
 ) -> bool:
     """Return whether the record is good and has all damage that can be measured now, or once the
     cells with the keys ``made`` have run."""
-    if not is_valid(record, cell) or is_final(record, cell):
-        return is_final(record, cell)
-    assert cell.base is not None
+    lacking = lacks(record, cell)
+    if lacking != "damage":
+        return lacking is None
     if cell.base.key in made:
         return False
     base = store.get_valid(cell.base)
