@@ -37,8 +37,8 @@ PRODUCTS = {"FalconLinear"}  # subclasses of transformers whose forward computes
 
 
 def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
-    """Return every ``nn.Linear`` of ``model`` by name, in the model's order, but the LM head, what
-    ``ignore`` names and what its class keeps in float32."""
+    """Return every ``nn.Linear`` of ``model`` by name, in the model's order, without the LM head,
+    layers that ``ignore`` names and those that the class keeps in float32."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     layers = {
         name: module
@@ -64,7 +64,7 @@ def ends(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def named_ends(model: nn.Module, chosen: WeightSettings | None) -> dict[str, nn.Linear]:
-    """Return those of the ``ends`` of ``model`` that the settings ``chosen`` quantize."""
+    """Return, of the ``ends`` of ``model``, those that the settings ``chosen`` quantize."""
     names = () if chosen is None else chosen.end_names
     return {n: layer for n, layer in ends(model).items() if n in names} if names else {}
 
@@ -91,14 +91,14 @@ class QuantizedEmbedding(nn.Module):
 
 
 def layer_of(model: nn.Module, name: str) -> nn.Module:
-    """Return the module ``name`` of ``model``; of quantized embeddings their layer."""
+    """Return the module ``name`` of ``model``; for quantized embeddings their layer."""
     module = model.get_submodule(name)
     return module.layer if isinstance(module, QuantizedEmbedding) else module
 
 
 def in_place(model: nn.Module, name: str, layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules, by name, that put ``layer`` in the place of the layer ``name`` of
-    ``model``: of the LM head those embeddings too that share its matrix."""
+    """Return module name → module: what to exchange so that ``layer`` replaces the layer ``name``
+    of ``model``. For the LM head these include embeddings that share its matrix."""
     module = model.get_submodule(name)
     if isinstance(module, nn.Embedding):
         return {name: QuantizedEmbedding(module, layer)}
@@ -110,7 +110,7 @@ def in_place(model: nn.Module, name: str, layer: nn.Module) -> dict[str, nn.Modu
 
 
 def kept_in_float32(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return those modules of ``names`` that the model's class keeps in float32, as a DeepSeek
+    """Return the modules of ``names`` that the model's class keeps in float32, such as a DeepSeek
     indexer's ``weights_proj``, whose forward reads the dtype of its weight."""
     patterns = [
         pattern
@@ -143,16 +143,16 @@ def linearize(model: nn.Module) -> None:
 
 
 def bias_of(layer: nn.Linear) -> Tensor | None:
+    """Return the layer's bias without gradient; None without a bias."""
     return None if layer.bias is None else layer.bias.detach()
 
 
 def kept_weight(
     module: nn.Module, stored: Sequence[Tensor], dequantize: Callable[[], Tensor]
 ) -> Tensor:
-    """Return ``dequantize()``, or the result of the last call if no ``stored`` tensor was changed
-    since and there is memory for it (``FREE_GIB`` of a host's are left, or half of a GPU's):
-    dequantizing takes several times as long as multiplying on a CPU, and up to forty launches per
-    layer and batch on a GPU."""
+    """Return ``dequantize()``, computed again only if a ``stored`` tensor changed or memory is
+    short (``FREE_GIB`` of the host's must be free, or half of a GPU's): dequantizing takes several
+    times as long as multiplying on a CPU, and up to forty launches per layer and batch on a GPU."""
     # an inference tensor has no version, and PyTorch refuses to change it
     now = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in stored]
     weight, before = getattr(module, KEPT_WEIGHT, (None, ()))
@@ -174,11 +174,10 @@ def kept_weight(
 
 
 class DequantizedLinear(nn.Module):
-    """A linear layer that dequantizes its stored weight in the first forward, see ``kept_weight``,
-    then multiplies.
+    """A linear layer that multiplies by its dequantized stored weight, kept as ``kept_weight``
+    says.
 
-    It runs in the place of ``layer`` and has its dtype. The stored ``tensors`` are its buffers, by
-    name.
+    It replaces ``layer`` and has its dtype. The stored ``tensors`` are its buffers, by name.
     """
 
     def __init__(self, layer: nn.Linear, tensors: Mapping[str, Tensor | None]) -> None:
@@ -246,8 +245,8 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
 
 
 def others(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter of ``model`` that is none of its ``matrices``, by name, biases of
-    experts named as ``linearize`` does; shared ones once."""
+    """Return every parameter of ``model`` that is not in its ``matrices``, by name; biases of
+    experts are named as ``linearize`` names them. Shared ones are listed once."""
     inside, rest = matrices(model), {}
     fused = {path: module for path, module in model.named_modules() if is_fused(module)}
     for name, parameter in model.named_parameters():
@@ -272,14 +271,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def values(weight: Tensor) -> Tensor:
-    """Return ``weight`` as a plain tensor: a library's tensor subclass, as torchao's inside linear
-    layers, is dequantized."""
+    """Return ``weight`` as a plain tensor; a library's tensor subclass, such as torchao's, is
+    dequantized."""
     held = weight.data
     return held if type(held) is Tensor else held.dequantize()
 
 
 def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Set the data of ``parameter`` to ``value``, in its dtype."""
+    """Replace the data of ``parameter`` by ``value``, cast to its dtype."""
     parameter.data = value.to(parameter.dtype).contiguous()
 
 
@@ -301,7 +300,7 @@ def not_finite(model: nn.Module) -> list[str]:
 
 
 def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return scalar tensors as numbers, in one transfer: processes that share a GPU wait for each
+    """Return scalar tensors as floats, in one transfer: processes that share a GPU wait for each
     transfer."""
     if not scalars:
         return {}
@@ -318,7 +317,7 @@ ROUTED = "qbench_routed"  # attribute of a layer of an expert that was taken apa
 
 def is_fused(module: nn.Module) -> bool:
     """Return whether ``module`` stores experts as transformers' experts interface does, and
-    computes nothing that ``Experts`` does not."""
+    computes only what ``Experts`` computes."""
     first = first_part(module)
     return (
         first is not None
@@ -330,7 +329,8 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def first_part(module: nn.Module) -> str | None:
-    """Return the name of the parameter that experts multiply by first; None without experts."""
+    """Return the name of the first parameter that experts multiply by; None if ``module`` has no
+    experts."""
     if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
         return None
     return "gate_up_proj" if module.has_gate else "up_proj"

@@ -22,6 +22,8 @@ ONE_IN = 12
 
 
 def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> None:
+    """Add rounding noise to the output of each decoder layer of ``model``, by forward hooks."""
+
     def noisy(number: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             if isinstance(output, tuple):
@@ -35,7 +37,7 @@ def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> No
 
 
 def evidence(model: nn.Module, settings: RoundingNoise) -> dict[str, ActivationEvidence]:
-    """Return nothing: no input of a linear layer is quantized."""
+    """Return an empty mapping: no input of a linear layer is quantized."""
     return {}
 
 

@@ -21,7 +21,7 @@ _CODES_PER_BYTE = 8  # of the thinnest plane: rows are padded to a multiple of i
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes uint8 [out, in] in 0 … 2^bits − 1 into bytes uint8 [out, ⌈in / 8⌉ · bits]."""
+    """Pack codes uint8 [out, in], each below 2^bits, into bytes uint8 [out, ⌈in / 8⌉ · bits]."""
     codes = nn.functional.pad(codes, (0, -codes.shape[1] % _CODES_PER_BYTE))
     planes, taken = [], 0
     for width in _PLANES[bits]:
@@ -96,12 +96,12 @@ def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]
 
 
 def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Return the codes, float32, of the levels nearest to ``weight``."""
+    """Return the codes, float32, whose levels are nearest to ``weight``."""
     return (torch.round(weight / scale) + zero).clamp_(0, 2**bits - 1)
 
 
 def pack(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
-    """Return the tensors to store, from codes [out, in], scale and zero [out, groups]."""
+    """Return the tensors to store: packed codes [out, in], scale and zero [out, groups]."""
     return {
         "codes": pack_codes(codes.to(torch.uint8), bits),
         "scale": scale.half().contiguous(),
@@ -124,7 +124,7 @@ def from_packed(layer: nn.Linear, tensors: Tensors, settings: WeightSettings) ->
 
 
 def unpack(module: nn.Module, settings: WeightSettings) -> PackedWeight | None:
-    """Return what ``module`` stores; None if it is no ``PackedLinear``."""
+    """Return the stored weight of ``module``; None if it is not a ``PackedLinear``."""
     if not isinstance(module, PackedLinear):
         return None
     kept = {"codes": module.codes, "scale": module.scale, "zero": module.zero}
@@ -140,7 +140,7 @@ def unpack(module: nn.Module, settings: WeightSettings) -> PackedWeight | None:
 
 def in_groups(size: int, order: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return a function that rearranges a matrix [out, in] into [groups, size]: ``size`` weights
-    along a row, columns taken in ``order``."""
+    along a row, after the columns are put into ``order``."""
 
     def groups(weight: Tensor) -> Tensor:
         ordered = weight if order is None else weight[:, order.to(weight.device)]

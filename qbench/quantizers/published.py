@@ -1,8 +1,8 @@
-"""Settings of checkpoints that somebody quantized already. Imports no torch.
+"""Settings of checkpoints that were quantized before. Imports no torch.
 
 Everything about a copy is read from its files: transformers' own mapping says whether it loads, the
 headers how many bits its layers take, its forward pass what its weights are. The library that loads
-it reads its ``quantization_config``; here it only tells whether activations or the KV cache are
+it reads its ``quantization_config``; here that only tells whether activations or the KV cache are
 rounded.
 """
 
@@ -62,8 +62,8 @@ def format_rows() -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Published(WeightSettings):
-    """A checkpoint that is quantized already, as a recipe names it: a plan puts ``PublishedCopy``
-    with what its files say in its place."""
+    """A quantized checkpoint as a recipe names it; a plan replaces it by ``PublishedCopy``, which
+    its files describe."""
 
     method: ClassVar[str] = "checkpoint"
     backend: ClassVar[str] = "stored_bits"
@@ -97,12 +97,13 @@ class Published(WeightSettings):
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class PublishedCopy(Published):
-    """A copy whose files were found in ``folder``, with their ``digest``.
+    """A quantized copy whose files are in ``folder``, with their ``digest``.
 
     ``format``: its quant_method; ``config``: its quantization_config. ``stored_bits``: bits per
     quantized weight in its files, ``least_bits`` those of the layer with the fewest; None for a
     copy without its original, whose weights cannot be counted. ``ignore``: layers that are stored
-    unquantized; ``ends_quantized``: embeddings or LM head are not."""
+    unquantized; ``ends_quantized``: embeddings or LM head are quantized.
+    """
 
     format: str
     config: dict[str, Any]
@@ -124,7 +125,8 @@ class PublishedCopy(Published):
 
     @property
     def num_bits(self) -> float:
-        """Bits per code: stored bits per weight rounded down, since scales take less than 1."""
+        """Return the bits per code: stored bits per weight rounded down, since scales take less
+        than 1."""
         counted = self.stored_bits or stated_bits(self.format, self.config)
         return math.floor(counted) or 1
 
@@ -139,13 +141,14 @@ class PublishedCopy(Published):
 
     @property
     def weights_only(self) -> bool:
-        """Whether weights are dequantized when they are loaded and activations are left as they
-        are: FP8 on a CPU, or without the kernels of its products."""
+        """Return whether weights are dequantized when loaded and activations stay unquantized: FP8
+        on a CPU, or without the kernels of its products."""
         return self.format == "fp8" and (self.device == "cpu" or find_spec(KERNELS) is None)
 
     @property
     def activations(self) -> Part | None:
-        """How inputs of its layers are rounded, as far as its configuration says that they are."""
+        """Return how inputs of its layers are rounded; None unless its configuration says that they
+        are."""
         return None if self.weights_only else rounded_part(self.config, "activation")
 
     @property
@@ -170,7 +173,7 @@ class PublishedCopy(Published):
         return f"{self.format}, as published{f'; {WEIGHTS_ONLY}' if self.weights_only else ''}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For keys: the files by their digest, not by where they lie."""
+        """Return the settings for keys: the files' digest instead of their folder."""
         return {
             "method": self.method,
             "name": self.name,
@@ -211,7 +214,7 @@ class PublishedCopy(Published):
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is rounded to fewer bits, as in a GGUF file of F32."""
+        """Return whether nothing is rounded to fewer bits, as in a GGUF file of F32."""
         return self.least_bits >= UNQUANTIZED_BITS
 
     # What the audit may expect
@@ -221,7 +224,7 @@ class PublishedCopy(Published):
         return MOST_LEVELS
 
     def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
-        """What is stored is counted, and need not be more than the codes."""
+        """Return bounds that every stored size meets: the bits are counted in the files."""
         return 0.0, 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
 
     def error_bound(self) -> float:
@@ -280,7 +283,7 @@ def shares_scales(config: Mapping[str, Any]) -> bool:
 
 
 def stated_bits(method: str, config: Mapping[str, Any]) -> float:
-    """Return the bits that the configuration, else the name of its format, states for weights."""
+    """Return the bits of weights that the configuration, else the name of its format, states."""
     if config.get("load_in_8bit") or config.get("load_in_4bit"):
         return 8 if config.get("load_in_8bit") else 4
     stated = (v for k, v in entries(config) if k in ("bits", "num_bits", "w_bit", "nbits"))
@@ -299,7 +302,7 @@ def number_bits(dtype: str) -> int:
 
 
 def parents(name: str) -> Iterator[str]:
-    """Yield the modules that a tensor of this name may belong to, the innermost first."""
+    """Yield the names of modules that the tensor ``name`` may belong to, the innermost first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

@@ -71,9 +71,10 @@ class Artifact:
         normalizer_source: str | None,
         device: torch.device,
     ) -> None:
-        """``original``: digest of the unquantized weights. ``attention``: name of the attention
-        function that runs while calibrating. ``normalizer_source``: digest of the plug-in that
-        defines its normalizer, if one does. The last two count only with ``calibration``."""
+        """Derive key and path from what determines the tensors. ``original``: digest of the
+        unquantized weights. ``attention``: name of the attention function during calibration.
+        ``normalizer_source``: digest of the plug-in that defines its normalizer, if any. The last
+        two count only with ``calibration``."""
         libraries = ("torch", "transformers", "triton", *config.requirements)
         self.parts = {  # all that can change the tensors
             "original": original,
@@ -137,8 +138,8 @@ def import_backends(quantization: QuantizationConfig) -> None:
 
 
 def backend(settings: Settings) -> Any:
-    """Return the module with the functions of a method, see ``qbench.quantizers.config``: that of
-    its settings if they name no ``backend``, or are a plug-in's."""
+    """Return the module with the functions of a method (see ``qbench.quantizers.config``): the one
+    that the settings' ``backend`` names, else the one that defines the settings."""
     module = type(settings).__module__
     if settings.backend and module.startswith("qbench."):
         module = f"qbench.quantizers.{settings.backend}"
@@ -157,10 +158,10 @@ def quantize(
 ) -> tuple[PreTrainedModel, str]:
     """Return ``model`` quantized by ``config``, and a line that says how it was made.
 
-    ``model``, on its device in ``config.compute_dtype``, is consumed. ``digest``: of the original
-    weights. ``artifacts``: root folder of quantized weights. ``normalizer_source``: digest of the
-    plug-in that defines the model's normalizer, if one does. ``progress(done, total)`` is called
-    meanwhile. The model's attention function does not change.
+    ``model``, on its device in ``config.compute_dtype``, must not be used afterwards. ``digest``:
+    of the original weights. ``artifacts``: root folder of quantized weights. ``normalizer_source``:
+    digest of the plug-in that defines the model's normalizer, if any. ``progress(done, total)`` is
+    called meanwhile. The model's attention function does not change.
 
     Raises QuantizationError if a method refuses the model, UnavailableError if its library is
     missing.
@@ -230,7 +231,7 @@ def make(
 
 def apply(model: PreTrainedModel, config: QuantizationConfig, tensors: Tensors) -> PreTrainedModel:
     """Return the quantized model: the unquantized ``model`` with the ``tensors`` of ``make``, which
-    are removed from the dictionary."""
+    are removed from the dictionary to free memory."""
     by_field: dict[str, Tensors] = {}
     for name in list(tensors):
         kind, _, rest = name.partition(":")
@@ -247,8 +248,8 @@ def apply(model: PreTrainedModel, config: QuantizationConfig, tensors: Tensors) 
 
 
 def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict[str, Any]:
-    """Return, by module's name, the evidence that ``model`` is quantized as the part ``kind`` of
-    ``config`` says, for the audit. Of weights these are functions that unpack them."""
+    """Return, by module's name, what the backend reports of the part ``kind`` in ``model``, for the
+    audit; for weights functions that unpack them."""
     settings = getattr(config, kind)
     if settings is None:
         return {}
@@ -287,6 +288,8 @@ def _quantize_weights(
     calibration: Calibration | None,
     progress: Advance,
 ) -> tuple[dict[str, Tensors], str]:
+    """Return the tensors of all quantized layers by ``<layer>/<part>``, and a note on the methods.
+    Layers are quantized in parallel on a CPU."""
     settings.check_layers(shapes_of(model, settings))
     layers, result, notes = _to_quantize(model, settings), {}, []
     by_backend: dict[Any, dict[str, WeightSettings]] = {}
@@ -322,12 +325,15 @@ def _quantize_layer(
     name: str,
     chosen: WeightSettings,
 ) -> dict[str, Tensors]:
+    """Return the tensors of one layer, in memory where all layers' tensors fit."""
     load_block(model, name)
     made = functions.quantize(name, layers[name], chosen)
     return {name: {part: tensor.to(offload_device(model)) for part, tensor in made.items()}}
 
 
 def _to_quantize(model: nn.Module, settings: WeightSettings) -> dict[str, nn.Linear]:
+    """Return the layers to quantize by name: linear layers, and LM head and embeddings if the
+    settings name them. Raises QuantizationError for these in a streamed model."""
     at_ends = named_ends(model, settings)
     if at_ends and stream_of(model) is not None:
         raise QuantizationError(
@@ -338,6 +344,8 @@ def _to_quantize(model: nn.Module, settings: WeightSettings) -> dict[str, nn.Lin
 
 
 def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: Tensors) -> None:
+    """Replace the layers of ``model`` by quantized ones, built from ``tensors`` (emptied); in a
+    streamed model whenever their block runs. Raises QuantizationError if the names differ."""
     modules: dict[str, Tensors] = {}
     for name in list(tensors):
         module, _, part = name.rpartition("/")
@@ -370,7 +378,8 @@ def _obtain(
     calibration: Calibration | None,
     progress: Advance,
 ) -> tuple[dict[str, Tensor], str]:
-    """Return tensors by name and a line that says how: read from disk, or computed and written."""
+    """Return the tensors by name, read from disk or else computed and written, and a line that says
+    which."""
     again = ""
     try:
         stored = store.read(offload_device(model))

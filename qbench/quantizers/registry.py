@@ -119,8 +119,8 @@ def settings_of(
     """Return the settings of a registered ``name`` with ``options``, defaults filled in;
     ``compute_dtype`` is the default of that option.
 
-    Raises RecipeError for an unknown name or option, a wrong type or an impossible value; it says
-    what is possible.
+    Raises RecipeError, which lists the possible ones, for an unknown name or option, a wrong type
+    or an impossible value.
     """
     if name in removed.QUANTIZERS:
         raise RecipeError(f"{name} was removed: {removed.QUANTIZERS[name]}")
@@ -155,10 +155,8 @@ def config_of(
     entry: str | Mapping[str, Any], *, compute_dtype: str = "bfloat16"
 ) -> QuantizationConfig:
     """Return the config of a quantizer: a text of this module's grammar, or a recipe's mapping
-    without its label. Weights that are not named stay unquantized, in ``compute_dtype``.
-
-    Raises RecipeError, one line.
-    """
+    without its label. Without weights the model stays unquantized, in ``compute_dtype``. Raises
+    RecipeError."""
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     for earlier, key in removed.RENAMED_PARTS.items():
         if earlier in options and key not in options:
@@ -208,7 +206,7 @@ def config_of(
 
 
 def config_of_record(quantizer: Mapping[str, Any]) -> QuantizationConfig:
-    """Return the config whose ``to_dict`` gave ``quantizer``, as a record's key has it."""
+    """Return the config from its ``to_dict``, as a record's key has it."""
     parts = {kind: quantizer[kind] for kind in KINDS if kind in quantizer}
     entry = {}
     for kind, part in (parts or {"weights": quantizer}).items():
@@ -217,8 +215,8 @@ def config_of_record(quantizer: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's mapping of settings whose ``to_dict`` gave ``part``; of a mix, of each of
-    its settings."""
+    """Return the recipe's mapping for settings from their ``to_dict``; for a mix also for each
+    layer's."""
     name = part["name"]
     options = METHODS.get(name).options if name in METHODS else ()
     entry = {"name": name, **{option: part[option] for option in options if option in part}}
@@ -228,15 +226,17 @@ def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unquantized_dtype(entries: Sequence[Any]) -> str:
-    """Return the dtype of the only unquantized entry of a recipe's list, so that damage against it
-    is that of quantization alone; bfloat16 if there is none, or more than one."""
+    """Return the dtype of the only unquantized entry of a recipe's list; bfloat16 if there is none,
+    or more than one. Quantized cells take it too, so that their damage is that of quantization
+    only."""
     named = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
     dtypes = [dtype for dtype, name in UNQUANTIZED.items() if name in named]
     return dtypes[0] if len(dtypes) == 1 else "bfloat16"
 
 
 def split_commas(text: str) -> list[str]:
-    """Split at commas outside brackets; an item ``option=value`` belongs to the name before it."""
+    """Return the parts of ``text`` between commas outside brackets; ``option=value`` stays with the
+    name before it."""
     items: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])*", text):
         if items and re.match(r"\s*\w+=", item):
@@ -247,7 +247,7 @@ def split_commas(text: str) -> list[str]:
 
 
 def _split(text: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and options of each part of ``text``, other spellings and combinations
+    """Return (name, options) of each part of ``text``; older spellings and combined names are
     replaced."""
     if not isinstance(text, str):
         raise RecipeError(HOW)
@@ -283,7 +283,8 @@ def _value(text: str) -> Any:
 
 
 def _part(kind: str, value: Any, compute_dtype: str) -> Any:
-    """Return the settings of ``kind`` that a recipe's key of that name gives."""
+    """Return the settings for a recipe's key ``kind`` (weights, kv_cache, …) with this
+    ``value``."""
     options = dict(value) if isinstance(value, Mapping) else {}
     name = options.pop("name", None) if isinstance(value, Mapping) else value
     if not isinstance(name, str):
@@ -306,7 +307,7 @@ def _part(kind: str, value: Any, compute_dtype: str) -> Any:
 
 
 def _checked(config: QuantizationConfig) -> QuantizationConfig:
-    """Return ``config``; RecipeError for parts that cannot stand together."""
+    """Return ``config``. Raises RecipeError for parts that exclude each other."""
     weights, transform = config.weights, config.transform
     if weights and weights.precision.activations is not None and config.activations:
         raise RecipeError(
@@ -324,7 +325,7 @@ def _checked(config: QuantizationConfig) -> QuantizationConfig:
 
 
 def _unknown(name: str) -> str:
-    """Return what to say of a name that no method has: a method may lack that width."""
+    """Return the message for an unknown quantizer: widths that its method has, or similar names."""
     if attempt := re.fullmatch(r"([a-z]+)-(\w+)bit", name):
         method, bits = attempt.groups()
         alike = [name for name in METHODS if name.startswith(f"{method}-")]

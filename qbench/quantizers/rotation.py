@@ -22,8 +22,8 @@ from qbench.quantizers.methods.equal_models import Rotation
 
 @torch.no_grad()
 def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, Tensor]) -> None:
-    """Change ``model`` to the basis of Q, in place. An LM head that shares the embeddings gets its
-    own weights, since the last norm's weight is multiplied into the head only."""
+    """Rotate ``model`` by Q, in place. An LM head that shares the embeddings gets separate weights,
+    since the last norm's weight is multiplied into the head only."""
     decoder, head = model.model, model.lm_head
     embeddings = decoder.embed_tokens
     draw = torch.Generator().manual_seed(settings.seed)
@@ -95,7 +95,7 @@ def _inputs(norm: nn.Module, layers: tuple[nn.Linear, ...], diagonal: Tensor) ->
 
 
 def _values(attention: nn.Module) -> None:
-    """Rotate values within each head, and undo it in o_proj."""
+    """Rotate values within each head, and rotate back in o_proj."""
     made, used, width = attention.v_proj, attention.o_proj, attention.head_dim
     columns = made.weight.double().T.unflatten(1, (-1, width))
     set_parameter(made.weight, hadamard_transform(columns).flatten(1).T)
@@ -106,4 +106,5 @@ def _values(attention: nn.Module) -> None:
 
 
 def _rotated(x: Tensor, diagonal: Tensor) -> Tensor:
+    """Return ``x`` Q, computed in float64."""
     return hadamard_transform(x.double() * diagonal)

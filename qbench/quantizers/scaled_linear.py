@@ -23,10 +23,9 @@ UP = 1 << 21  # a quarter of the mantissa of float32: it carries from 1.75 on
 
 
 class ScaledLinear(DequantizedLinear):
-    """``codes`` int8 or float8_e4m3fn [out, in], or uint8 [out, in / 2], two E2M1 codes to a byte,
-    the first in its lower half. ``scale``: float32 [out, 1] or [1, 1]; per block of a row
-    float8_e4m3fn, under ``tensor_scale`` float32 [1], by which it is divided, or a uint8 exponent.
-    """
+    """A linear layer of ``codes`` int8 or float8_e4m3fn [out, in], or uint8 [out, in / 2], two E2M1
+    codes per byte, the first in its lower half. ``scale``: float32 [out, 1] or [1, 1]; for blocks
+    of a row float8_e4m3fn, to be divided by ``tensor_scale`` float32 [1], or a uint8 exponent."""
 
     def __init__(self, layer: nn.Linear, tensors: Tensors) -> None:
         codes = tensors["codes"]

@@ -32,7 +32,8 @@ class Group:
     heads: tuple[int, int, int] = (-1, 1, 1)
 
     def shared(self, channels: Tensor) -> Tensor:
-        """Return, for each channel of ``before``, the largest of the ``channels`` [C] it feeds."""
+        """Return, for each channel of ``before``, the largest value of the ``channels`` [C] that it
+        feeds."""
         return channels.view(self.heads).amax(1).flatten()
 
 
@@ -91,8 +92,8 @@ def calibrate(
 
 @torch.no_grad()
 def transform(model: PreTrainedModel, settings: SmoothQuant, tensors: Mapping[str, Tensor]) -> None:
-    """Divide each group's input by its scales, in the module before it, and multiply the weights
-    of its layers by them."""
+    """Divide each group's input by its scales, in the module before it, and multiply the weights of
+    its layers by them, in place."""
     for name, group in groups(model, settings).items():
         scale = tensors[name].double()
         # Divide the outputs of a norm or a linear layer by scale [C], in its weights

@@ -1,9 +1,9 @@
-"""Count the bits that a checkpoint's files store, by one convention for all formats, and read what
-they store of each layer of a loaded model.
+"""Count the bits that a checkpoint's files store, by one convention for all formats, and read the
+stored tensors of each layer of a loaded model.
 
 A weight's bits are those of all tensors kept for its matrix, codes, scales, zeros, codebooks and
-indices, over the numbers of the unquantized matrix; matrices outside embeddings and LM head, those
-that were left unquantized counted with what they take. Biases and norms count in GiB alone.
+indices, over the numbers of the unquantized matrix; matrices outside embeddings and LM head,
+unquantized ones counted with the bits that they take. Biases and norms count in GiB only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[], PackedWeight]]:
-    """Return what the files store of each layer that they quantize, by its name in ``model``."""
+    """Return, by layer's name in ``model``, a function that reads the stored tensors of the layer,
+    for the layers that the files quantize."""
     if settings.format == GGUF:
         layers = linears(model)
         count = model.config.get_text_config().num_hidden_layers
@@ -58,12 +59,12 @@ def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[]
 
 
 def _stored(tensors: dict[str, Tensor], columns: int) -> PackedWeight:
-    """Return what is stored of a matrix, whose rows have ``columns`` weights."""
+    """Return the stored weight of a matrix with ``columns`` weights per row, from its tensors."""
     return PackedWeight(tensors=tensors, dequantize=None, groups=in_groups(columns, None))
 
 
 def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of the files, without biases, by the module that they belong to."""
+    """Return module → its tensors in the files, biases left out."""
     by_module: dict[str, dict[str, Tensor]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -81,8 +82,8 @@ def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str
 
 
 def _in_model(name: str, modules: Collection[str]) -> str:
-    """Return the model's name of the tensor ``name`` of its files: those of Mixtral, PhiMoE and
-    GraniteMoE call experts otherwise than transformers 5."""
+    """Return the model's name of the tensor ``name`` in its files: Mixtral, PhiMoE and GraniteMoE
+    name experts otherwise than transformers 5."""
     block, moe, rest = name.partition(".block_sparse_moe.")
     if not moe:
         return name
@@ -108,7 +109,8 @@ def _owners(
 
 
 def write_gguf_into(model: nn.Module, path: str) -> None:
-    """Replace the weights of ``model``, the original, by those of the GGUF file."""
+    """Replace the weights of ``model``, the original, by the dequantized ones of the GGUF file
+    ``path``."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -135,8 +137,8 @@ def stored_size(
     weights: WeightSettings | None,
     modules: Iterable[ModuleAudit],
 ) -> StoredSize:
-    """Return the size of ``original``, whose matrices are ``originals``, with the audited
-    ``modules`` in their place; of a published copy, the size of its files."""
+    """Return the stored size of ``original``, whose matrices are ``originals``, with the audited
+    ``modules`` in their place; for a published copy the size of its files."""
     if weights is not None and weights.prequantized:
         return weights.size
     head = original.get_output_embeddings()
@@ -157,4 +159,5 @@ def stored_size(
 
 
 def _count(matrices: Mapping[str, Matrix]) -> int:
+    """Return the number of weights in ``matrices``."""
     return sum(matrix.weight.numel() for matrix in matrices.values())

@@ -24,9 +24,9 @@ HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationText:
-    """``samples`` documents of ``length`` tokens, drawn by ``seed`` from a file with ``digest``;
-    ``bos``: BOS is the first token of each, as of every text that is scored; None if
-    the tokenizer decides."""
+    """``samples`` documents of ``length`` tokens, drawn by ``seed`` from a file with ``digest``.
+    ``bos``: whether each begins with BOS, as every scored text does; None if the tokenizer
+    decides."""
 
     path: Path
     digest: str  # SHA-256 of the file's bytes
@@ -105,11 +105,11 @@ def read_texts(path: Path, *, most: int | None = None, digest: str | None = None
 def draw_windows(
     text: CalibrationText, encode: Callable[[str], list[int]], *, end: int | None
 ) -> list[list[int]]:
-    """Return ``text.samples`` windows of ``text.length`` token ids each, BOS left out.
+    """Return ``text.samples`` windows of ``text.length`` token ids each, or one less with BOS.
 
-    Texts are taken in an order drawn by the seed. One of at least that length gives one window, at
-    an index drawn by the seed; shorter ones are joined to their successors, the end-of-text token
-    ``end`` between them, until they do. Raises DataError for too little text.
+    Texts are taken in an order drawn by the seed. A text of at least that length gives one window,
+    at an index drawn by the seed; shorter ones are joined to their successors, with the end-of-text
+    token ``end`` between them, until they are long enough. Raises DataError for too little text.
     """
     draw, length = random.Random(text.seed), text.length - bool(text.bos)
     texts = read_texts(text.path, digest=text.digest)
@@ -135,8 +135,8 @@ def draw_windows(
 
 
 def require_windows(text: CalibrationText, path: Path) -> None:
-    """Raise DataError if the file has fewer windows than ``text.samples``, counted in tokens of the
-    ``tokenizer.json`` at ``path``; texts that are long enough by their bytes are not tokenized."""
+    """Raise DataError if the file gives fewer windows than ``text.samples``, counted in tokens of
+    the tokenizer.json at ``path``; texts that are long enough by their bytes are not tokenized."""
     long = BYTES_PER_TOKEN * text.length
     with gzip.open(text.path) if text.path.suffix == ".gz" else text.path.open("rb") as lines:
         enough = (line for line in lines if len(line) >= long)
