@@ -36,8 +36,8 @@ TaskName = Annotated[str, Field(pattern=TASK, max_length=200)]
 
 
 class RecordModel(BaseModel):
-    """Base of all records: immutable, infinite numbers can be written. Fields that only earlier
-    versions wrote are ignored, so that their records can be read."""
+    """Base of all records: immutable; infinite numbers can be written. Unknown fields, which
+    earlier versions wrote, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
@@ -152,7 +152,8 @@ class ActivationAudit(_InputsAudit):
 
 
 class BatchDependence(RecordModel):
-    """How far what must not matter moved a logit. ``declared``: the settings say that it does."""
+    """The largest change of a logit by later tokens or by other rows of the batch. ``declared``:
+    the settings say that they may change it."""
 
     moved: float  # largest |difference| of a logit
     tolerance: float  # what rounding may move: from the unquantized model and from a repetition
@@ -168,7 +169,7 @@ class _KVErrors(RecordModel):
 
 
 class KVModuleAudit(_KVErrors):
-    """The KV cache of one attention module, measured on the keys and values that it read."""
+    """The KV cache of one attention module, measured on the keys and values that attention read."""
 
     name: str
 
@@ -199,7 +200,7 @@ class StoredSize(RecordModel):
 
 
 class Audit(RecordModel):
-    """What was measured of a cell's quantized model. ``problems`` says why it did not pass."""
+    """The measurements of a cell's quantized model; ``problems`` says why it did not pass."""
 
     passed: bool
     bits: float | None  # nominal; None for unquantized cells
@@ -336,8 +337,8 @@ class Flips(RecordModel):
 
 
 class TaskDamage(RecordModel):
-    """What quantization changed in one task. ``flips`` by metric: records leave them empty, the
-    outcomes of both cells give them."""
+    """What quantization changed in one task. ``flips`` by metric: empty in records, computed from
+    the outcomes of both cells."""
 
     distributions: Distributions | None = None
     flips: dict[str, Flips] = Field(default_factory=dict)
@@ -436,6 +437,7 @@ class Training(RecordModel, populate_by_name=True):
 
     @property
     def summary(self) -> Trained:
+        """Return the part of the record that cells of the checkpoint keep."""
         return Trained(
             recipe=self.name,
             normalizer=self.normalizer,
@@ -446,7 +448,8 @@ class Training(RecordModel, populate_by_name=True):
 
     @property
     def in_common(self) -> dict[str, Any]:
-        """Return what the trainings of a pair must have in common, by part."""
+        """Return, by part, the settings and data that must agree between the trainings of a
+        pair."""
         return {
             **{f"settings.{part}": value for part, value in self.settings.items()},
             "seed": self.seed,
@@ -661,6 +664,8 @@ class RunManifest(RecordModel):
 
     @model_validator(mode="after")
     def _cells_are_of_the_grid(self) -> Self:
+        """Refuse cells that are listed twice or are not of the manifest's checkpoints and
+        quantizers."""
         names = [cell.cell for cell in self.cells]
         for cell in self.cells:
             if cell.checkpoint not in self.checkpoints or cell.quantizer not in self.quantizers:
@@ -899,7 +904,8 @@ def parse_record(payload: bytes, kind: type[T], path: Path | str, remedy: str = 
 
 
 def require_checksum(values: dict[str, Any]) -> None:
-    """Remove the checksum from ``values``. Raises ValueError if it is missing or of others."""
+    """Remove the checksum from ``values`` and compare it. Raises ValueError if it is missing or
+    does not match."""
     checksum = values.pop(CHECKSUM, None)
     if checksum is None:
         raise ValueError("it has no checksum")
@@ -908,9 +914,10 @@ def require_checksum(values: dict[str, Any]) -> None:
 
 
 def read_training(path: Path) -> Training:
-    """Return the record of a training in the file ``path``. Earlier versions wrote no checksum.
+    """Return the record of a training in the file ``path``; earlier versions wrote it without
+    checksum.
 
-    Raises ValueError if the file is no such record, DamagedError if it was changed afterwards.
+    Raises ValueError if the file is not such a record, DamagedError if it was changed afterwards.
     """
     values = json.loads(path.read_bytes())
     if isinstance(values, dict) and CHECKSUM in values:

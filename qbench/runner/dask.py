@@ -52,10 +52,11 @@ for name in ("distributed", "distributed.client", "distributed.gc"):  # each has
 def connected(
     address: str, device: str | None, *, folders: Sequence[Path]
 ) -> Iterator[DaskExecutor]:
-    """Yield an executor over the workers of ``address``: ``tcp://HOST:PORT`` or a scheduler file.
+    """Yield an executor over the Dask workers of ``address``: ``tcp://HOST:PORT`` or a scheduler
+    file.
 
-    ``device`` None takes what the workers have. Every worker must see the ``folders``. Raises
-    UnavailableError if there is no worker, or one that does not fit, and RecipeError for another
+    ``device`` None: as the workers have. Every worker must see the ``folders``. Raises
+    UnavailableError if there is no worker, or one that does not suit, and RecipeError for another
     address.
     """
     with ExitStack() as stack:
@@ -101,6 +102,7 @@ def connected(
 
 
 def _connect(address: str) -> Client:
+    """Return a client of the scheduler at ``address``. Raises RecipeError or UnavailableError."""
     scheduler = address
     if "://" not in address:
         if not Path(address).is_file():
@@ -138,22 +140,23 @@ def _token(folder: Path) -> Iterator[str]:
 
 
 def requirements(tokens: Sequence[str], gpu: str | None) -> dict[str, Any]:
-    """Return the values, by name, that every worker must have: with others its scores would have
-    other keys, or it could not write them."""
+    """Return, by name, what every worker must have: otherwise its cells would have other keys, or
+    it could not write them. ``tokens``: files that it must see; ``gpu``: name of the GPU."""
     seen = {f"access to {Path(token).parent}": True for token in tokens}
     return {"threads": 1, "qbench's code": code_digest(), "GPU": gpu, **versions(LIBRARIES), **seen}
 
 
 def describe(tokens: Sequence[str], device: str | None, worker: Worker) -> dict[str, Any]:
-    """Return the values of :func:`requirements` on the worker that runs this; ``device`` None: with
-    its GPU if it has one."""
+    """Return the same values as :func:`requirements`, of the worker on which this runs; ``device``
+    None: with its GPU if it has one."""
     gpu = hardware("cuda") if device != "cpu" and cuda_problem() is None else None
     seen = {f"access to {Path(token).parent}": Path(token).is_file() for token in tokens}
     return requirements(tokens, gpu) | {"threads": worker.state.nthreads} | seen
 
 
 def require_fit(worker: str, about: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raise UnavailableError if a value of the worker differs from the expected one."""
+    """Raise UnavailableError if a value in ``about``, the worker's, differs from the expected
+    one."""
     for name, value in expected.items():
         if about.get(name) != value:
             raise UnavailableError(
@@ -202,8 +205,8 @@ class DaskExecutor(Executor):
 
 
 def _settle(future: Future, task: DaskFuture) -> None:
-    """Pass the end of ``task`` on to ``future``, and release it: Dask would run it again if its
-    worker died later."""
+    """Copy result or error of ``task`` to ``future``, and release the task: otherwise Dask would
+    run it again if its worker died later."""
     try:
         future.set_result(task.result())
     except KilledWorker as error:
@@ -217,7 +220,8 @@ def _settle(future: Future, task: DaskFuture) -> None:
 
 
 def run_here(payload: bytes, worker: Worker) -> Any:
-    """Run the pickled call on a worker, which may have joined after the run began."""
+    """Run the pickled call on this worker, after checking that the worker suits the run, since it
+    may have joined later; end the process if its GPU is broken, and Dask starts another."""
     if broken_device() is not None:
         os._exit(1)  # its nanny starts another process, where Dask runs the call again
     expected, tokens, call = pickle.loads(payload)
@@ -229,7 +233,7 @@ def run_here(payload: bytes, worker: Worker) -> Any:
 
 def _by_value(function: Callable) -> Callable:
     """Return a function that imports and calls ``function`` with the worker as last argument. It
-    pickles without qbench, which the scheduler need not have."""
+    can be unpickled without qbench, which the scheduler need not have."""
     module, name = function.__module__, function.__name__
 
     def call(*arguments: Any, dask_worker: Worker | None = None) -> Any:

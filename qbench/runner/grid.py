@@ -58,15 +58,15 @@ def run_cells(
     force: bool = False,
     cache: Path | None = None,
 ) -> list[Record]:
-    """Run the cells that have no good record in the folder ``out``; return all records in order.
+    """Run the cells that have no valid record in the folder ``out``; return all records in order.
 
-    ``cells`` are some of the plan's (None: all). ``executor`` is any of ``concurrent.futures``
-    (None: one cell after the other in this process); the caller shuts it down. ``progress`` shows
-    progress. ``force`` runs cells with good records too. ``cache`` holds quantized weights and
-    unquantized distributions (None: ``$QBENCH_CACHE``).
+    ``cells``: some of the plan's (None: all). ``executor``: any of ``concurrent.futures`` (None:
+    one cell after the other in this process); the caller shuts it down. ``force``: run cells with
+    valid records too. ``cache``: folder of quantized weights and unquantized hidden states (None:
+    ``$QBENCH_CACHE``).
 
-    A cell begins after the unquantized cell that its damage is measured against. A cell whose
-    process dies fails.
+    A cell begins after the unquantized cell that its damage is measured against. If its process
+    dies, its record says so and the others go on.
     """
     chosen = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
@@ -95,7 +95,7 @@ def run_cells(
 
 
 def _submit(executor: Executor, call: Callable[..., T], *arguments: Any, **more: Any) -> Future[T]:
-    """Submit a call to another process, or this one; a broken executor gives a failed future."""
+    """Submit a call; if the executor is broken, return a failed future instead of raising."""
     try:
         return executor.submit(partial(_call, loaded(), pickle.dumps(call)), *arguments, **more)
     except BrokenExecutor as error:
@@ -119,9 +119,9 @@ class _GridRun:
         self.rerun: set[str] = set()
 
     def reuse_finished(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Take the finished records of ``cells`` into ``done``; return the cells left to run.
+        """Put the finished records of ``cells`` into ``done``; return the cells left to run.
 
-        A finished unquantized cell runs again, and a line says so, if its distributions are gone or
+        A finished unquantized cell runs again, and a line says so, if its hidden states are gone or
         damaged and a cell that is left to run is measured against them.
         """
         records = {cell.name: None if self.force else self._find_record(cell) for cell in cells}
@@ -150,8 +150,9 @@ class _GridRun:
         return missing
 
     def _find_record(self, cell: Cell) -> Record | None:
-        """Return the record of the results folder; if it is not good, that of the same key in the
-        cache, after copying it with its tables."""
+        """Return the cell's record: from the results folder if it is final there (then it is copied
+        to the cache), else from the cache, copied into the results folder with its tables. Without
+        either return what the results folder has, None if nothing."""
         record = self.store.get_valid(cell.grid_cell)
         if not lacks(record, cell):
             keep_cell(self.cache, record, self.store)
@@ -208,9 +209,9 @@ class _GridRun:
                 self.done[cell.name] = record
 
     def _ahead(self, waiting: Sequence[Cell]) -> dict[str, Future]:
-        """Begin to quantize the weights of ``waiting`` cells that need text for it, the longest
-        part of such a cell; return the futures by name. A cell whose weights cannot be made says
-        so when it runs."""
+        """Start to quantize, in other processes, the weights of those ``waiting`` cells that need
+        calibration, their longest part; return the futures by cell. A failure is reported when the
+        cell runs."""
         if self.quantize_ahead is None:
             return {}
         return {
@@ -221,10 +222,9 @@ class _GridRun:
         }
 
     def give_up(self, cell: Cell, line: str) -> Record:
-        """Write and return the failed record of a cell whose process died.
-
-        A good record that another run, or the dying process, made meanwhile is returned instead.
-        """
+        """Write and return a failed record for a cell whose process died with the error ``line``;
+        return a good record instead if one was written meanwhile, by another run or by the dying
+        process."""
         with FileLock(self.store.lock_file(cell.grid_cell)):
             record = self.store.get_valid(cell.grid_cell)
             good = record is not None and record.status == "ok"
@@ -245,12 +245,12 @@ def run_cell(
     force: bool = False,
     reuse: bool = True,
 ) -> Record:
-    """Return the good record of the cell ``name`` in the results folder ``out``; compute the cell
+    """Return the valid record of the cell ``name`` in the results folder ``out``; compute the cell
     if there is none, or with ``force``.
 
-    ``cache`` holds quantized weights, unquantized distributions and, unless ``reuse`` is false,
-    finished tasks to take. The cell is locked meanwhile, so that several runs may share a results
-    folder: a cell that another run computes is waited for, and then taken.
+    ``cache`` holds quantized weights, unquantized hidden states and finished tasks, which are used
+    unless ``reuse`` is false. The cell is locked meanwhile: if another run computes it, this waits
+    and takes its record.
     """
     cell, store = plan.cell(name), Store(out)
     lock = FileLock(store.lock_file(cell.grid_cell))
@@ -279,8 +279,8 @@ def run_cell(
 def run(
     cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path, *, reuse: bool = True
 ) -> Record:
-    """Compute one cell; write and return its record, also if it failed. A failed record never
-    replaces a good one."""
+    """Compute one cell; write and return its record, a failed one if it raises. A failed record
+    never replaces a good one."""
     result = CellResult(cell=cell, plan=plan, progress=progress)
 
     def work() -> None:
@@ -297,7 +297,7 @@ def run(
 
 
 def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
-    """Put the quantized weights of the cell ``name`` into ``cache``. Nothing is raised."""
+    """Make the quantized weights of the cell ``name`` in ``cache``. Errors go to its log only."""
     cell = plan.cell(name)
 
     def work() -> None:
@@ -310,7 +310,7 @@ def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
 
 
 def find_kept(cell: Cell, cache: Path) -> tuple[Record, dict[Table, bytes]] | None:
-    """Return the record of ``cell`` and its tables from the cache if no run could add to it."""
+    """Return the record of ``cell`` and its tables from the cache, if it is final; else None."""
     kept = find_cell(cache, cell.grid_cell)
     return kept if kept is not None and not lacks(kept[0], cell) else None
 
@@ -334,7 +334,7 @@ def is_up_to_date(
     *,
     made: Collection[str] = (),
 ) -> bool:
-    """Return whether the record is good and has all damage that can be measured now, or once the
+    """Return whether the record is valid and has all damage that can be measured now, or once the
     cells with the keys ``made`` have run."""
     lacking = lacks(record, cell)
     if lacking != "damage":
@@ -348,8 +348,8 @@ def is_up_to_date(
 
 
 def baseline_error(cache: Path, cell: Cell, record: Record) -> str | None:
-    """Return why the hidden states of the unquantized ``cell`` in this host's ``cache`` cannot be
-    used; None if they can. ``record`` is the cell's."""
+    """Return why the hidden states of the unquantized ``cell``, whose record is ``record``, cannot
+    be used from the ``cache``; None if they can."""
     tasks = {score.task for score in record.scores}
     try:
         for path, key in baseline_files(cache, cell.key_parts, tasks).items():
@@ -360,7 +360,7 @@ def baseline_error(cache: Path, cell: Cell, record: Record) -> str | None:
 
 
 def summary(record: Record) -> str:
-    """Return one line on a finished cell: its stages with seconds and what the audit measured."""
+    """Return one line on a finished cell: stages with seconds, and the audit's measurements."""
     if record.status == "failed":
         return f"{record.cell}: FAILED: {record.error}"
     cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)

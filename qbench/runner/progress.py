@@ -39,8 +39,8 @@ _now = time.monotonic
 
 
 class Display:
-    """Shows the progress of a run and of every cell at work: bars on a terminal, else lines, one
-    per step and one for each cell at work after ``SECONDS_OF_SILENCE`` without any."""
+    """Shows the progress of a run and of every running cell: bars on a terminal, else lines, one
+    per step and one per running cell after ``SECONDS_OF_SILENCE`` without any."""
 
     def __init__(self, stream: TextIO, cells: int) -> None:
         self.console = Console(file=stream, highlight=False, soft_wrap=True, emoji=False)
@@ -79,7 +79,8 @@ class Display:
         self._bars.stop()
 
     def _break_silence(self) -> None:
-        """Print how far each cell is whenever no line came for a while, until the run ends."""
+        """Print the progress of each running cell after every ``SECONDS_OF_SILENCE`` without a
+        line, until the run ends."""
         while not self._stopped.wait(max(0.1, self._printed + SECONDS_OF_SILENCE - _now())):
             if _now() - self._printed >= SECONDS_OF_SILENCE:
                 tasks = {task.id: task for task in self._bars.tasks}
@@ -107,6 +108,7 @@ class Display:
         self.console.print(line, style=style, markup=False)
 
     def begin(self, cell: str) -> None:
+        """Show that ``cell`` begins, or begins again after its process died."""
         self.end(cell)  # a cell whose process died begins again
         self._ended.discard(cell)
         self._numbers.setdefault(cell, len(self._numbers) + 1)
@@ -189,6 +191,7 @@ def append_line(path: Path, message: tuple[Any, ...]) -> None:
 
 
 def _follow(path: Path, progress: Progress, ended: threading.Event) -> None:
+    """Read lines from the file ``path`` and pass them on, until ``ended`` is set."""
     begun = ""  # of a line whose end is not written yet
     with path.open() as file:
         while True:
@@ -204,6 +207,6 @@ def _follow(path: Path, progress: Progress, ended: threading.Event) -> None:
 
 
 def pass_on(progress: Progress, method: str, *arguments: Any) -> None:
-    """Call a method of ``progress`` by its name, as a RemoteProgress sent it."""
+    """Call ``progress.<method>(*arguments)``, a call that a RemoteProgress sent."""
     with suppress(OSError):  # of a terminal that is gone
         getattr(progress, method)(*arguments)

@@ -52,14 +52,15 @@ def start_forkserver(processes: int) -> None:
 
 
 def start_tracker() -> None:
-    """Start Python's process that frees the locks of ended processes, with its warnings off: it
-    would warn of each killed worker."""
+    """Start Python's resource tracker, which frees the locks of ended processes, without its
+    warnings: it would warn of each killed worker."""
     with _environment("PYTHONWARNINGS", "ignore:resource_tracker"):
         resource_tracker.ensure_running()
 
 
 def _share_of_cores(processes: int) -> AbstractContextManager[None]:
-    """Bound the threads of a process that starts in the body: too many slow each other down."""
+    """Give a process that starts in the body its share of the cores: too many threads slow each
+    other down."""
     return _environment("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
 
 
@@ -76,7 +77,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 class LostExecutorError(BrokenExecutor):
-    """A whole executor is gone, not only one of its processes; the message gives the remedy."""
+    """A whole executor is gone, not only one of its processes; the message names the remedy."""
 
 
 class SerialExecutor(Executor):
@@ -133,6 +134,7 @@ class Workers(Executor):
                 self.submit(preload)
 
     def _call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` in the process of a free slot; return its result."""
         slot = self._free.get()  # as many threads as slots: one is always free
         try:
             return slot.call(fn, args, kwargs)
@@ -159,7 +161,8 @@ class _Slot:
         self._processes: set[BaseProcess] = set()
 
     def call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return ``fn(*args, **kwargs)`` of the process. Raises BrokenExecutor if it dies."""
+        """Return ``fn(*args, **kwargs)``, computed in the slot's process; a process whose GPU is
+        broken is replaced afterwards. Raises BrokenExecutor if the process dies."""
         try:
             if self._pool is None:
                 self._pool = self._start()
@@ -181,6 +184,7 @@ class _Slot:
             )
 
     def _start(self) -> ProcessPoolExecutor:
+        """Return a new pool of one process. Raises BrokenExecutor if the run has ended."""
         if self._ended.is_set():
             raise BrokenExecutor("the run was ended")
         pool = ProcessPoolExecutor(
@@ -207,7 +211,8 @@ def _with_state(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any,
 
 
 def begin(gpu: int | None) -> None:
-    """Prepare a worker process before its first call. ``gpu`` is the one that it sees."""
+    """Prepare a worker process before its first call. ``gpu``: index of the only GPU that it
+    sees."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ[VISIBLE] = gpu_of_environment(gpu)
@@ -228,7 +233,7 @@ def start_gpu() -> None:
 
 
 def preload() -> None:
-    """Import what cells need, in a worker process, and start its GPU if it has one."""
+    """Import what cells need, in a worker process, and create the GPU's context if it has one."""
     importlib.import_module(PRELOAD)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():

@@ -142,8 +142,8 @@ Answer = Effect | Missing
 def effects(
     columns: Mapping[object, Column], contrasts: Sequence[Signs], aggregation: str
 ) -> list[Answer]:
-    """Return the effect Σ sign · score of each contrast, over the ``columns`` that it names and the
-    documents that all of these have.
+    """Return an effect, or why there is none, per contrast: Σ sign · score over the ``columns``
+    that it names, on the documents that all of these have.
 
     - Values between 0 and 1 (or 0 and 100) with equal weights, such as right-or-wrong answers and
       shares of credit: the score test.
@@ -171,6 +171,7 @@ def effect(panel: Panel, signs: Signs, aggregation: str) -> Answer:
 
 
 def _effects(panel: Panel, contrasts: Sequence[Signs], aggregation: str) -> list[Answer]:
+    """Return the answers to ``contrasts``, many at a time, as ``effects``."""
     reason = ""
     if aggregation not in TESTABLE:
         reason = f"no test is known for scores that are aggregated as {aggregation}"
@@ -202,8 +203,8 @@ PROBLEMS = ("one document has all the weight", "a score is not finite", "a KL di
 
 
 def problems_of(panel: Panel, aggregation: str) -> NDArray:
-    """Return the index in ``PROBLEMS`` of why each column has no effect; their number if it may
-    have one. A document that has all the weight leaves nothing to compare it with."""
+    """Return, per column, the index in ``PROBLEMS`` of why it has no effect; ``len(PROBLEMS)`` if
+    it may have one. A document with all the weight leaves nothing to compare it with."""
     weight = panel.weights.sum(axis=0)
     ratio = panel.values.sum(axis=0) / weight
     finite = np.isfinite(panel.values).all(axis=0) & np.isfinite(as_scored(ratio, aggregation))
@@ -226,7 +227,7 @@ class _Block:
         self.lengths = np.unique(self.weights, axis=0) if aggregation in LOG_SCALE else ()
 
     def answers(self, signs: Floats) -> list[Answer]:
-        """Return the effects of ``signs`` [contrasts, columns]."""
+        """Return an effect, or why there is none, per row of ``signs`` [contrasts, columns]."""
         made, used, documents = self.scores.contrasts(signs), signs != 0, self.documents
         bounded = np.all(self.bounded | ~used, axis=1)
         changed = np.count_nonzero(made.steps, axis=1)
@@ -262,8 +263,9 @@ class _Block:
         return [answers[place] for place in range(len(signs))]
 
     def _score_test(self, made: Contrasts) -> ScoreTest:
-        """Return the test of scores in a known range. A difference of differences is taken to reach
-        no farther than one answer, unless it was seen to."""
+        """Return the score test of contrasts of scores in a known range. A difference of
+        differences is assumed to change by at most one answer per document, unless more was
+        observed."""
         most = np.where(made.signs != 0, self.most, 0).max(axis=1)
         reach = np.maximum(np.where(most <= 1, 1.0, 100.0), np.abs(made.steps).max(axis=1))
         return ScoreTest.of(
@@ -281,7 +283,8 @@ class _Block:
         return StudentT(estimate=made.estimate, stderr=made.stderr, freedom=freedom, grain=grain)
 
     def _effects(self, places: NDArray, method: Method) -> Iterator[tuple[int, Effect]]:
-        """Yield the effects of ``method``, each with its place."""
+        """Yield (index of the contrast, effect) for the contrasts ``places``, which ``method``
+        holds."""
         numbers = (method.estimate, *method.interval(CONFIDENCE), method.stderr)
         rows = zip(*(each.tolist() for each in numbers), strict=True)
         intervals = [Interval(estimate=e, low=a, high=b, stderr=s) for e, a, b, s in rows]
@@ -295,8 +298,8 @@ class _Block:
 
 
 def score_interval(answer: Answer) -> Interval | None:
-    """Return a score with its interval in its units, of the effect of one column; that of a
-    perplexity is of its logarithm. None if it has none."""
+    """Return one score with its interval, from the ``answer`` for one column, in the score's units;
+    for a perplexity the logarithm's ends, converted. None if there is no interval."""
     if isinstance(answer, Missing):
         return None
     if answer.kind == "difference":
@@ -309,12 +312,13 @@ def score_interval(answer: Answer) -> Interval | None:
 
 
 def too_few_for_kl(documents: int) -> str:
+    """Return why there is no interval of a KL divergence over so few documents."""
     return f"{documents} documents: fewer than {FEWEST_KL} say too little of a KL mean"
 
 
 def at_level(effects: Sequence[Effect], what: str, level: float | Floats) -> Floats:
-    """Return ``what`` of each effect, ``upper_at`` or ``size_at``, at a level of significance, or
-    at one level each; what a method has is computed together."""
+    """Return ``effect.method.<what>`` (``upper_at`` or ``size_at``) of each effect at a level of
+    significance, or one level each; effects of one method are computed together."""
     levels, numbers = np.broadcast_to(level, len(effects)), np.zeros(len(effects))
     together: dict[int, list[int]] = defaultdict(list)
     for index, each in enumerate(effects):
@@ -327,8 +331,8 @@ def at_level(effects: Sequence[Effect], what: str, level: float | Floats) -> Flo
 
 
 def adjust(effects: Sequence[Effect]) -> list[Effect]:
-    """Return the same effects with p adjusted by Holm over all of them, and with the size that
-    the mark would show: at the level that Holm leaves to a test beside those that are marked."""
+    """Return the effects with p adjusted by Holm over all of them, and with their detectable sizes,
+    at the level that Holm's method leaves to a test beside the significant ones."""
     if not effects:
         return []
     adjusted = holm([each.p for each in effects])
@@ -359,16 +363,16 @@ class Regression:
 
     @classmethod
     def of(cls, loss: Effect) -> Regression:
-        """Make it of an effect whose positive values are worse; of perplexities it is a log
-        ratio."""
+        """Return the regression from an effect whose positive values are worse; for perplexities a
+        log ratio."""
         return cls(estimate=loss.estimate, low=loss.bounds[0], high=loss.bounds[1])
 
 
 def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
-    """Return how many documents tell, with 80 % power, a difference ``gap`` from the margin.
+    """Return how many documents tell a difference ``gap`` from the margin, with 80 % power.
 
-    With a gap of the whole margin: what it takes to show that a quantizer that changes nothing
-    stays within it. The standard error shrinks as 1/√n. None if the gap is 0: no number is enough.
+    With a gap of the full margin: how many show that a quantizer that changes nothing stays within
+    it. The standard error shrinks as 1/√n. None if the gap is 0: no number suffices.
     """
     if gap <= 0:
         return None
@@ -379,8 +383,8 @@ def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
 def drawing_error(
     scores: Iterable[Column], variances: Iterable[Column | None], aggregation: str
 ) -> float:
-    """Return the standard error that drawing other answers to the same prompts gives a contrast of
-    ``scores``. ``variances`` are those of each prompt's mean, None if its answers are not drawn."""
+    """Return the standard error of a contrast of ``scores`` that comes from drawing answers.
+    ``variances``: of the mean over each prompt's answers; None if they are not drawn."""
     total = 0.0
     for column, variance in zip(scores, variances, strict=True):
         if variance is not None:
@@ -392,16 +396,15 @@ def drawing_error(
 def with_drawing_error(
     answer: Answer, scores: Iterable[Column], variances: Sequence[Column | None], aggregation: str
 ) -> Answer:
-    """Return the answer with its error from drawing answers, if any are drawn."""
+    """Return ``answer`` with its ``drawn`` error, if any of its scores' answers are drawn."""
     if isinstance(answer, Missing) or not any(variances):
         return answer
     return dataclasses.replace(answer, drawn=drawing_error(scores, variances, aggregation))
 
 
 def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
-    """Return how many times as many samples per prompt tell a difference ``gap`` from the margin,
-    as :func:`documents_needed`; None if no number would. ``drawn`` is the part of ``stderr`` that
-    comes from drawing answers."""
+    """Return by which factor samples per prompt must increase to tell a difference ``gap`` from the
+    margin; None if no factor suffices. ``drawn``: the part of ``stderr`` from drawing answers."""
     if gap <= 0 or not drawn:
         return None
     most = (gap / float(special.ndtri(CONFIDENCE) + special.ndtri(POWER))) ** 2
@@ -410,8 +413,8 @@ def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
 
 
 def documents_for_margin(loss: Effect, margin: float, expected: float = 0.0) -> int | None:
-    """Return how many documents would show that a loss stays within ``margin`` (on the scale of
-    the effect) if it is as ``expected``, from the half-width of its one-sided bound. None if no
-    number would."""
+    """Return how many documents would show that a loss stays within ``margin`` (on the effect's
+    scale) if it is ``expected``, from the half-width of its one-sided bound; None if no number
+    would."""
     spread = (loss.bounds[1] - loss.estimate) / float(special.ndtri(CONFIDENCE))
     return documents_needed(margin - expected, spread, loss.documents)
