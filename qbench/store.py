@@ -127,10 +127,10 @@ def pack(folder: Path, paths: Iterable[Path], out: Path) -> None:
 
 
 def unpack(folder: Path) -> None:
-    """Write what ``folder/records.tar.xz`` holds into ``folder``, once for each archive.
+    """Write the files of ``folder/records.tar.xz`` into ``folder``, once per archive.
 
-    Records of other keys stay. Raises DamagedError if the archive is damaged, OutputError if the
-    folder cannot be written to.
+    Records of other keys stay; a printed line says if a manifest is replaced. Raises DamagedError
+    if the archive is damaged, OutputError if the folder cannot be written.
     """
     archive, mark, manifest = (folder / name for name in (ARCHIVE, UNPACKED, MANIFEST))
     if not archive.is_file():
@@ -163,12 +163,11 @@ def require_no_links(folder: Path) -> None:
 
 
 def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
-    """Write the results files that the archive holds into ``folder``, ``grid.json`` last, so that
-    an unpacking that was stopped begins again. Other names, links and what is no regular file are
-    left out.
+    """Write the results files of the archive into ``folder``, ``grid.json`` last, so that an
+    interrupted unpacking begins again. Other names, links and special files are left out.
 
     Raises DamagedError, before the first file is written, for a damaged archive, one that unpacks
-    to too much, and for a file that is not what qbench writes; ``remedy`` ends the message.
+    to too much, and for a file that qbench does not write so; ``remedy`` ends the message.
     """
     contents: dict[str, bytes] = {}
     left = max(LEAST_BOUND, MOST_RATIO * archive.stat().st_size)
@@ -248,10 +247,9 @@ class Records(Generic[R]):
         return read_record(self.directory / MANIFEST, self.manifest_kind, self.remedy)
 
     def manifest_before(self, log: LogLine | None = None) -> Any:
-        """Return the manifest that a new run is about to replace; None if there is none or it
-        cannot be read. ``log`` is then called with the reason. Raises NewerSchemaError for one of a
-        newer qbench, which must not be replaced.
-        """
+        """Return the manifest that a new run replaces; None if there is none or it cannot be read,
+        after calling ``log`` with the reason. Raises NewerSchemaError for the manifest of a newer
+        qbench, which must not be replaced."""
         try:
             return self.manifest() if self.has_manifest() else None
         except NewerSchemaError:
@@ -262,8 +260,8 @@ class Records(Generic[R]):
             return None
 
     def put_manifest(self, manifest: Any, log: LogLine | None = None) -> Any:
-        """Write ``manifest`` and return the one that it replaces, as :meth:`manifest_before`.
-        Removes what killed processes left in the folder."""
+        """Write ``manifest`` and return the one that it replaces; raises as
+        :meth:`manifest_before`. Remove what killed processes left in the folder."""
         with self._lock():
             before = self.manifest_before(log)
             clean_temporaries(self.directory)
@@ -273,8 +271,8 @@ class Records(Generic[R]):
     def get(self, cell: CellKey) -> R | None:
         """Return the record of ``cell``, finished or failed; None if there is none.
 
-        Raises DamagedError if it is not what was written, SchemaError if another version of qbench
-        wrote it.
+        Raises DamagedError if the file was changed, SchemaError if another version of qbench wrote
+        it.
         """
         path = self.path(cell)
         if not path.is_file():
@@ -287,8 +285,8 @@ class Records(Generic[R]):
     def get_valid(self, cell: CellKey, log: LogLine | None = None) -> R | None:
         """Return the record of ``cell`` if it and its tables are intact, else None.
 
-        For callers that can make the record again: ``log`` is called with what is damaged or old.
-        Raises NewerSchemaError for a record of a newer qbench, which must not be replaced.
+        For callers that can compute the record again: ``log`` is called with the damage. Raises
+        NewerSchemaError for a record of a newer qbench, which must not be replaced.
         """
         try:
             record = self.get(cell)
@@ -308,15 +306,16 @@ class Records(Generic[R]):
         return [record for record in records if record is not None]
 
     def path(self, cell: CellKey, suffix: str = ".json") -> Path:
-        """Return where the record of ``cell`` lies, or a file beside it with this ``suffix``."""
+        """Return the path of the record of ``cell``, or of a file beside it with this
+        ``suffix``."""
         return self._cells / cell.cell / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
     def log(self, cell: CellKey) -> Path:
-        """Return where the output of libraries goes while ``cell`` runs."""
+        """Return the path of the log of ``cell``, which takes the output of libraries."""
         return self.path(cell, ".log")
 
     def lock_file(self, cell: CellKey) -> Path:
-        """Return the lock file of ``cell``, for the process that runs it; its folder exists."""
+        """Return the path of the lock of ``cell``; its folder exists."""
         path = self.path(cell, ".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -331,8 +330,8 @@ class Records(Generic[R]):
     ) -> R:
         """Write a record and its tables, and return the record with the tables' checksums.
 
-        A table may be the content of its Parquet file. The record is written last. Tables of this
-        record that are not passed are deleted.
+        A table may be given as the bytes of its Parquet file. The record is written last. Tables of
+        this record that are not passed are deleted.
         """
         tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences,
                   "answers": answers}  # fmt: skip
@@ -358,8 +357,8 @@ class Records(Generic[R]):
         return record
 
     def outcome_arrays(self, record: Record) -> dict[tuple[str, str], tuple[np.ndarray, ...]]:
-        """Return document, value and weight, arrays [documents], by (task, metric) in the order of
-        the file: ``outcomes`` in a fifth of its time. Raises DamagedError as it does."""
+        """Return (task, metric) → document, value and weight, arrays [documents], in the order of
+        the file: five times as fast as ``outcomes``. Raises DamagedError as it does."""
         import numpy as np
 
         names = ["task", "metric"]
@@ -374,9 +373,9 @@ class Records(Generic[R]):
         return groups
 
     def divergence_arrays(self, record: Record) -> tuple[np.ndarray, ...]:
-        """Return the names of documents ("task document", sorted), and of each row of
-        ``divergences`` the index of its document, KL divergence and scored tokens (NaN if they are
-        not known), in a tenth of its time. Raises as it does."""
+        """Return the sorted names of documents ("task document"), and for each row of
+        ``divergences`` the index of its document, KL divergence and number of scored tokens (NaN if
+        unknown): ten times as fast. Raises as it does."""
         names = ["task", "document", "kl", "tokens"]
         table = self._arrow(record, "divergences", names, read_dictionary=["task"])
         tasks = table.unify_dictionaries()["task"].combine_chunks()
@@ -387,6 +386,7 @@ class Records(Generic[R]):
         return *_documents(tasks, codes.tobytes(), documents), kl, tokens
 
     def _listed_twice(self, record: Record) -> DamagedError:
+        """Return the error for a table that lists a document twice."""
         path = self._table_path(record, "outcomes")
         return DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
 
@@ -419,7 +419,7 @@ class Records(Generic[R]):
         return file.read(columns, use_threads=False)
 
     def payload(self, record: Record, name: Table) -> bytes:
-        """Return the content of a Parquet file, verified before a library parses it. Raises
+        """Return the bytes of a Parquet file, verified before a library parses them. Raises
         DamagedError if it is missing or changed."""
         if name not in record.files:
             path = self.path(record)
@@ -435,7 +435,7 @@ class Records(Generic[R]):
 
     def _table_path(self, record: Record, name: Table) -> Path:
         """Return the path of a table. Its checksum is part of the name, so that a new table never
-        replaces one that the old record still names."""
+        replaces a table of the old record."""
         return self.path(record, f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
 
     @contextmanager
@@ -449,8 +449,8 @@ class Records(Generic[R]):
 def _documents(
     tasks: tuple[str, ...], codes: bytes, documents: bytes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted "task document", and its index of each row; all cells of a folder have the
-    same rows."""
+    """Return the sorted names "task document", and the index of each row's. Cached: all cells of a
+    folder have the same rows."""
     import numpy as np
 
     rows = zip(*(np.frombuffer(part, "int64").tolist() for part in (codes, documents)), strict=True)
@@ -468,7 +468,7 @@ class Analyses(Records[R]):
         super().__init__(directory, f"analysis/{part}", "", kind)
 
     def records(self) -> list[R]:
-        """Return the analyses of the manifest's cells; none if nothing was analyzed."""
+        """Return the analyses of the manifest's cells; an empty list if nothing was analyzed."""
         return super().records() if self.has_manifest() else []
 
 
@@ -483,7 +483,7 @@ class Store(Records[Record]):
     """The records of one results folder, with their tables."""
 
     def __init__(self, directory: Path, *, manifest: RunManifest | None = None) -> None:
-        """``manifest`` replaces that of the folder's last run."""
+        """Read the folder ``directory``; ``manifest`` replaces that of its last run."""
         super().__init__(directory, "", "records", Record)
         self._manifest = manifest
 
@@ -529,11 +529,9 @@ def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
 def task_key(
     parts: Mapping[str, Any], task: str, base_parts: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the key of one ``task`` of the cell with the key parts ``parts``.
-
-    It does not depend on the cell's other tasks. ``base_parts`` are those of the unquantized cell
-    that damage is measured against; None if it is not measured.
-    """
+    """Return the key of one ``task`` of the cell with the key parts ``parts``; it does not depend
+    on the cell's other tasks. ``base_parts``: those of the unquantized cell that damage is measured
+    against, None without damage."""
     single = {
         name: part for name, part in parts.items() if name not in ("groups", "damage against")
     }
@@ -551,10 +549,8 @@ def head_key(parts: Mapping[str, Any]) -> str:
 
 
 def keep_cell(cache: Path, record: Record, store: Store) -> None:
-    """Copy a finished ``record`` of ``store`` and its tables into the cache, unless it is there.
-
-    Does nothing if the disk is full: the record itself is written.
-    """
+    """Copy a finished ``record`` of ``store``, with its tables, into the cache unless it is there.
+    A full disk is ignored: the results folder has the record."""
     cells = KeyedStore(cache, Record)
     if not cells.path(record).is_file():
         with suppress(OutputError):
@@ -562,8 +558,8 @@ def keep_cell(cache: Path, record: Record, store: Store) -> None:
 
 
 def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] | None:
-    """Return the intact record under the key of ``cell``, under the names of ``cell``, and the
-    content of its tables; None if there is none."""
+    """Return the intact record in the cache under the key of ``cell``, renamed to ``cell``, and the
+    bytes of its tables; None if there is none."""
     cells = KeyedStore(cache, Record)
     with suppress(ResultsError, OSError):
         record = cells.get_valid(cell)
@@ -576,8 +572,8 @@ def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] |
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Holds what a run read on this machine: folders of tasks (None: the hub's data, lm-eval's
-    definitions), the file of calibration text, and checkpoints by name."""
+    """Holds the files that a run read on this machine: folders of tasks (None: the hub's data,
+    lm-eval's definitions), calibration text, and checkpoints by name."""
 
     data: Path | None = None
     definitions: Path | None = None
@@ -586,24 +582,26 @@ class Sources:
 
 
 def keep_sources(cache: Path, manifest: RunManifest, sources: Sources) -> None:
-    """Keep what the run with this manifest read, for ``qbench view`` and ``qbench export``.
+    """Remember the ``sources`` of the run with this manifest, for ``qbench view`` and ``qbench
+    export``.
 
-    They are kept here, not in the results: those may come from another person, and definitions may
-    hold code.
+    They are in the cache, not in the results: those may come from another person, and definitions
+    may hold code.
     """
     with suppress(OutputError):
         write_atomically(_sources_file(cache, manifest), TypeAdapter(Sources).dump_json(sources))
 
 
 def find_sources(cache: Path, manifest: RunManifest) -> Sources:
-    """Return what :func:`keep_sources` kept of the run; nothing if it ran on another machine."""
+    """Return the sources that :func:`keep_sources` remembered; empty ones if the run was on another
+    machine."""
     with suppress(OSError, ValueError):
         return TypeAdapter(Sources).validate_json(_sources_file(cache, manifest).read_bytes())
     return Sources()
 
 
 def _sources_file(cache: Path, manifest: RunManifest) -> Path:
-    """Return the file of the sources of runs with the cells of ``manifest``."""
+    """Return the path of the file of the sources of runs with the cells of ``manifest``."""
     key = content_key({"cells": [cell.key for cell in manifest.cells]})
     return cache / "sources" / f"{key[:KEY_DIGITS]}.json"
 
@@ -616,22 +614,22 @@ REMEDY = "run the unquantized cell again"
 
 
 def baseline_file(cache: Path, key: str) -> Path:
-    """Return the file of a task's hidden states, or of the LM head, under ``key``."""
+    """Return the path of a task's hidden states, or of the LM head, under ``key``."""
     return cache / "distributions" / f"{key[:KEY_DIGITS]}.safetensors"
 
 
 def baseline_files(
     cache: Path, parts: Mapping[str, Any], tasks: Iterable[str] | None = None
 ) -> dict[Path, str]:
-    """Return the files of ``tasks`` (None: all) and of the LM head, each with its key, of the
+    """Return path → key of the hidden states of ``tasks`` (None: all) and of the LM head, for the
     unquantized cell with the key parts ``parts``."""
     keys = [head_key(parts), *(task_key(parts, task) for task in tasks or parts["tasks"])]
     return {baseline_file(cache, key): key for key in keys}
 
 
 def verify_baseline(path: Path, key: str) -> None:
-    """Read the whole file. Raises ResultsError if it is missing, not what was written, or under
-    another key."""
+    """Read the whole file and compare it with its digest and ``key``. Raises ResultsError if it is
+    missing, changed, or under another key."""
     try:
         about = verify_tensors(path)
     except (OSError, ValueError) as error:

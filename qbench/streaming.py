@@ -31,7 +31,7 @@ Build = Callable[[nn.Linear, Tensors], nn.Module]
 
 
 class Stop(Exception):
-    """Raised to end a forward early, once its result is known."""
+    """Raised inside a forward to end it once its result is computed."""
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -48,25 +48,25 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def free_gpu_bytes(device: torch.device | None = None) -> int:
-    """Return the bytes of a GPU (None: the current one) that PyTorch can take: free ones, and those
-    that it holds unused."""
+    """Return the bytes of a GPU (None: the current one) that PyTorch can allocate: free ones, and
+    its unused reserve."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def stream(model: nn.Module, device: str | torch.device) -> nn.Module:
-    """Return ``model``, which lies on the host, set up to run on ``device`` block by block. Raises
-    UnavailableError if it has no list of blocks."""
+    """Return ``model``, whose weights are on the host, set up to run on ``device`` block by block.
+    Raises UnavailableError if it has no list of blocks."""
     setattr(model, ATTRIBUTE, Stream(model, torch.device(device)))
     return model
 
 
 def shard(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module:
-    """Return ``model``, which lies on the host, with its blocks placed in order on ``devices``,
-    about equal bytes on each.
+    """Return ``model``, whose weights are on the host, with its blocks placed in order on
+    ``devices``, about equal bytes on each.
 
-    What is in no block is on the first device, where hidden states return to after the last block.
-    Raises UnavailableError if the model has no list of blocks.
+    Everything outside the blocks is on the first device, where hidden states return after the last
+    block. Raises UnavailableError if the model has no list of blocks.
     """
     _, blocks = decoder_blocks(model)
     places = [torch.device(device) for device in devices]
@@ -91,6 +91,7 @@ def _forward_at(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Run a block on its device ``place``, and return its output on the device ``after``."""
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
         output = block_forward(*send_to_device(args, place), **send_to_device(kwargs, place))
     return send_to_device(output, after)
@@ -102,7 +103,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) -> None:
-    """Move what is in no block, and all buffers, to ``device``."""
+    """Move everything outside the blocks, and all buffers, to ``device``."""
     inside = {id(p) for p in blocks.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -118,8 +119,8 @@ def stream_of(model: Any) -> Stream | None:
 
 
 def load_block(model: nn.Module, name: str) -> None:
-    """Copy the block that holds the module or parameter ``name`` to the device, until another block
-    is asked for. Changes to its weights are lost then."""
+    """Copy the block that holds the module or parameter ``name`` to the device, where it stays
+    until the next call. Changes to its weights are lost then."""
     streamed = stream_of(model)
     if streamed is not None:
         streamed.load_block(name)
@@ -135,15 +136,16 @@ def lockstep(model: Any, calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
 
 
 def offload_device(model: Any) -> torch.device:
-    """Return the device for tensors that are as large as the model's weights: the host if the model
-    is streamed or sharded."""
+    """Return the device for tensors as large as the model's weights: the host if the model is
+    streamed or sharded, else the model's."""
     on_device = stream_of(model) is None and not is_sharded(model)
     return model.device if on_device else torch.device("cpu")
 
 
 def offload(model: Any, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
-    """Return ``hidden`` on :func:`offload_device`, in the ``buffer`` of an earlier call if that
-    fits. What is copied back to the device later comes in the order of its work."""
+    """Return ``hidden`` on :func:`offload_device`; a streamed model copies it into ``buffer``, that
+    of an earlier call, if given. Copies are ordered: a later copy back to the device sees the
+    result."""
     streamed = stream_of(model)
     return (
         hidden.to(offload_device(model)) if streamed is None else streamed.offload(hidden, buffer)
@@ -152,8 +154,8 @@ def offload(model: Any, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
 
 @dataclass(slots=True)
 class _Step:
-    """What the running forward does: it runs block ``index`` alone, with ``state`` as input (None:
-    the first block's input). If ``index`` is the number of blocks: what follows the last one."""
+    """One step of ``lockstep``: run only block ``index``, with the input ``state`` (None: the first
+    block's input). ``index`` = number of blocks: run what follows the last block."""
 
     index: int
     state: Tensor | None
@@ -180,6 +182,7 @@ class _Block:
     replaced: list[_Replacement] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
+        """Return the block's tensors on the host, those of its quantized layers too."""
         return [
             *self.host,
             *(t for replacement in self.replaced for t in replacement.tensors.values()),
@@ -238,9 +241,9 @@ class Stream:
     def lockstep(
         self, calls: Sequence[Callable[[], Tensor]], progress: Callable[[float], None]
     ) -> Iterator[Tensor]:
-        """Yield the results of ``calls``, each of which runs the decoder once: all of them go
-        through one block after the other, their hidden states waiting on the host. ``progress`` is
-        called with the share that is done, 0 to 1."""
+        """Yield the results of ``calls``, each of which runs the decoder once: all go through one
+        block after the other, while their hidden states wait on the host. ``progress(share done)``
+        is called, 0 to 1."""
         states: list[Tensor | None] = [None] * len(calls)
         for index in range(len(self.blocks)):
             for number, call in enumerate(calls):
@@ -254,6 +257,8 @@ class Stream:
             states[number] = None
 
     def _run(self, call: Callable[[], Any], step: _Step) -> Any:
+        """Return the result of ``call`` in which only ``step`` is run; None if the step ends the
+        forward."""
         self._step = step
         try:
             return call()
@@ -273,6 +278,8 @@ class Stream:
     def _forward(
         self, index: int, block_forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Replace the forward of block ``index``: load and run it, or skip it if the current step
+        is about another block."""
         step = self._step
         if step is None:
             self._turn(index)
@@ -294,6 +301,8 @@ class Stream:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _turn(self, index: int) -> None:
+        """Put block ``index`` on the device in place of the current one, and start to copy the
+        next."""
         if self._at == index:
             return
         self._leave()
@@ -315,6 +324,7 @@ class Stream:
         self._coming = after, self._read(after)
 
     def _leave(self) -> None:
+        """Give the current block its tensors on the host again."""
         if self._at is None:
             return
         block, modules = self._blocks[self._at], self.blocks[self._at]
@@ -327,12 +337,14 @@ class Stream:
             self._done = torch.cuda.current_stream(self.device).record_event()
 
     def _read(self, index: int) -> list[Future[Tensor]]:
-        """Start copying a block's tensors to the device, beside its work. Copies wait until the
-        previous block's work is done, or many blocks could wait on the device."""
+        """Start copying a block's tensors to the device, beside its work; return the copies as
+        futures. They wait until the previous block's work is done, or many blocks could wait on the
+        device."""
         tensors = self._blocks[index].tensors()
         return [self._readers.submit(self._copy, tensor, self._done) for tensor in tensors]
 
     def _copy(self, tensor: Tensor, after: torch.cuda.Event | None) -> Tensor:
+        """Copy a tensor to the device, after the event ``after``."""
         if self._copies is None:
             return tensor.to(self.device, copy=True)
         if after is not None:

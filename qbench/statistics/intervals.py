@@ -30,13 +30,14 @@ Ends = tuple[Floats, Floats]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Method:
-    """Base of the methods; the last axis of each array is that of the estimates."""
+    """Base of the methods: many estimates on the same documents. The last axis of each array is the
+    axis of the estimates."""
 
     estimate: Floats
     stderr: Floats
 
     def __getitem__(self, places: NDArray) -> Self:
-        """Return the estimates at ``places``."""
+        """Return the method reduced to the estimates with the indices ``places``."""
         return type(self)(**{f.name: getattr(self, f.name)[..., places] for f in fields(self)})
 
     def interval(self, confidence: float | Floats) -> Ends:
@@ -47,21 +48,23 @@ class Method:
         return self.interval(ONE_SIDED)
 
     def upper_at(self, level: float | Floats) -> Floats:
-        """Return the one-sided upper bound that excludes larger values at ``level``."""
+        """Return the one-sided upper bound at significance ``level``: larger values are
+        excluded."""
         return self.interval(1 - 2 * level)[1]
 
     def p(self) -> Floats:
-        """Return the two-sided p of 0: one minus the confidence of the interval that just reaches
-        it."""
+        """Return the two-sided p-value of 0: one minus the confidence of the interval that just
+        reaches 0."""
 
     def size_at(self, level: float | Floats) -> Floats:
-        """Return the size that a two-sided test at ``level`` finds with 80 % power."""
+        """Return the size that a two-sided test at significance ``level`` detects with 80 %
+        power."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StudentT(Method):
-    """Hold estimates whose errors follow Student's t, over the documents' contributions. ``grain``
-    is the least standard error of what a test finds."""
+    """Hold estimates whose errors follow Student's t, over the documents' contributions. ``grain``:
+    the smallest standard error that a detectable size is computed with."""
 
     freedom: Floats
     grain: Floats
@@ -80,8 +83,8 @@ class StudentT(Method):
 
 
 def detectable_by_t(stderr: Floats, freedom: Floats, level: float | Floats) -> Floats:
-    """Return the size that a two-sided Student's t test at ``level`` finds with 80 % power, by the
-    noncentral t distribution (Cohen 1988, Statistical Power Analysis, section 2.2)."""
+    """Return the size that a two-sided Student's t test at ``level`` detects with 80 % power, by
+    the noncentral t distribution (Cohen 1988, Statistical Power Analysis, section 2.2)."""
     critical = special.stdtrit(freedom, 1 - level / 2)
     shift = special.nctdtrinc(freedom, 1 - POWER, critical)
     # beyond what scipy solves: few seeds, small level
@@ -117,7 +120,8 @@ def drawn_sums(rows: Floats) -> Floats:
 
 @lru_cache(maxsize=2)
 def _all_counts(documents: int, rounds: int) -> Floats:
-    """Keep the counts: hundreds of effects over the same documents are drawn alike."""
+    """Return ``_counts`` with a fixed seed, cached: hundreds of effects over the same documents use
+    the same rounds."""
     return _counts(documents, rounds, np.random.default_rng(0))
 
 
@@ -224,6 +228,8 @@ class BootstrapT(Method):
         return detectable_by_t(self.counted, self.freedom, level) + self.missed.max(axis=0)
 
     def _quantile(self, normal: Floats) -> Floats:
+        """Return the bootstrap's quantile at each ``normal`` quantile, extrapolated beyond the last
+        and bounded by ``farthest``."""
         pairs = zip(normal, self.quantiles.T, strict=True)
         quantile = np.array([np.interp(x, NORMAL, quantiles) for x, quantiles in pairs])
         quantile *= np.maximum(1, np.abs(normal) / FARTHEST)
@@ -247,8 +253,8 @@ def degrees_of_freedom(weights: Floats, kurtosis: Floats) -> Floats:
 
 
 def bootstrap_ratios(made: Contrasts, weights: Floats) -> tuple[NDArray, BootstrapT]:
-    """Studentize contrasts of ratios of sums, −Σ steps / Σ ``weights`` [documents]; return the
-    places of those for which it can be done, and their intervals. No standard error is 0."""
+    """Studentize contrasts of ratios of sums, −Σ steps / Σ ``weights`` [documents]. Return the
+    indices of the contrasts that allow it, and their intervals. No standard error is 0."""
     values = -made.steps
     rest = values - (values.sum(axis=1) / weights.sum())[:, None] * weights
     rest /= np.sqrt(np.mean(rest**2, axis=1))[:, None]
@@ -292,7 +298,8 @@ def bootstrap_log_means(made: Contrasts, scores: Scores, *, kl: bool) -> tuple[N
 
 
 def _rounds_of_log_means(scores: Scores, signs: Floats) -> Floats:
-    """Return (estimate − truth) / standard error of each Σ sign · ln(mean), [contrasts, rounds]."""
+    """Return (estimate − truth) / standard error of each Σ sign · ln(mean) in each bootstrap round,
+    [contrasts, rounds]."""
     documents, columns = scores.documents, []
     for sign in signs:
         used = np.flatnonzero(sign)
@@ -317,8 +324,8 @@ def _bootstrap(
     made: Contrasts, weights: Floats, rounds: Floats, farthest: Floats,
     counted: Floats | None = None, missed: float | Floats = 0.0,
 ) -> tuple[NDArray, BootstrapT]:  # fmt: skip
-    """Return the intervals that ``rounds`` [contrasts, rounds] of (estimate − truth) / standard
-    error give, and the places of those that have any spread."""
+    """Return the indices of the contrasts whose ``rounds`` lie on both sides of the estimate, and
+    their intervals. ``rounds`` [contrasts, rounds]: (estimate − truth) / standard error."""
     levels = special.ndtr(NORMAL)
     quantiles = np.quantile(rounds, levels, axis=1, method="median_unbiased")
     documents, squares = len(weights), made.terms**2
@@ -361,7 +368,8 @@ class ScoreTest(Method):
 
     @classmethod
     def of(cls, steps: Floats, **fields: Floats) -> Self:
-        """Count the ``steps`` [estimates, documents]; ``fields`` are the other fields."""
+        """Return the test of ``steps`` [estimates, documents], counted by value; ``fields``: the
+        other fields."""
         first, last = steps.min(), steps.max()
         if last - first < FEW and np.array_equal(steps, np.rint(steps)):
             values = np.arange(first, last + 1)
@@ -408,7 +416,7 @@ class ScoreTest(Method):
         return np.where(np.abs(sums) <= 1e-12 * sizes, 0.0, sums / self.documents)
 
     def _range(self, *, rising: bool | NDArray) -> _Range:
-        """Return the values counted from the lowest, or with ``rising`` false from the highest."""
+        """Return the values as distances from the lowest (``rising``) or from the highest value."""
         values = np.where(rising, self.values - self.lowest, self.highest - self.values)
         return _Range(values, self.counts, self.highest - self.lowest)
 
@@ -444,8 +452,8 @@ class _Range:
         return np.where(end, self.highest, first), np.where(end, 0.0, variance)
 
     def root(self, function: Callable[[Floats], Floats], first: float | Floats) -> Floats:
-        """Return the point of the path, from ``first`` on, at which ``function`` rises to 0
-        (Chandrupatla 1997, Advances in Engineering Software 28: 145–149)."""
+        """Return the point of the path, at or after ``first``, at which the increasing ``function``
+        reaches 0 (Chandrupatla 1997, Advances in Engineering Software 28: 145–149)."""
         new, old = np.broadcast_to(first, self.highest.shape), np.where(self._reached, 1.0, 2.0)
         f_new, f_old = function(new), function(old)
         share = np.full(new.shape, 0.5)
@@ -493,11 +501,11 @@ class _Range:
 def detectable_mean(
     mean_square: Floats, documents: Floats, *, reach: Floats, level: float | Floats
 ) -> Floats:
-    """Return the smallest mean that the score test at ``level`` finds with 80 % power.
+    """Return the smallest mean that the score test at ``level`` detects with 80 % power.
 
-    Documents' values have the ``mean_square`` that was seen, and at most ``reach`` in size
-    (Connor 1987, Biometrics 43: 207–211). If so few changed that none would be found even if all
-    changed in one direction, as many more change as are needed.
+    Documents' values have the observed ``mean_square``, and magnitudes of at most ``reach`` (Connor
+    1987, Biometrics 43: 207–211). If so few changed that none would be detected even if all changed
+    in one direction, as many more changes are assumed as are needed.
     """
     critical, beyond = special.ndtri(1 - level / 2), special.ndtri(POWER)
     # The fewest changes, all in one direction and as large as can be, that are significant.

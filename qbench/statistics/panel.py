@@ -40,6 +40,7 @@ class Column:
 
     @classmethod
     def of(cls, document: ArrayLike, value: ArrayLike, weight: ArrayLike) -> Column:
+        """Return the column of rows ``document``, ``value``, ``weight``, summed by document."""
         documents, values, weights = map(np.asarray, (document, value, weight))
         if not (documents.dtype.kind == "i" and (np.diff(documents) > 0).all()):
             documents, index = np.unique(documents, return_inverse=True)
@@ -49,7 +50,7 @@ class Column:
         return cls(documents=documents, values=values.astype(float), weights=weights.astype(float))
 
     def only(self, documents: NDArray) -> Column:
-        """Return the column on ``documents``, all of which it must have."""
+        """Return the column reduced to ``documents``, all of which it must have."""
         if documents is self.documents or np.array_equal(documents, self.documents):
             return self
         index = np.searchsorted(self.documents, documents)
@@ -57,8 +58,8 @@ class Column:
 
 
 def with_shared_documents(columns: Mapping[K, Column]) -> dict[K, Column]:
-    """Return the columns with one array for all that have the same documents, so that ``effects``
-    takes their contrasts together."""
+    """Return the columns, with one common array for those that have equal documents, so that
+    ``effects`` computes their contrasts together."""
     arrays: list[NDArray] = []
     shared: dict[K, Column] = {}
     for name, column in columns.items():
@@ -71,7 +72,7 @@ def with_shared_documents(columns: Mapping[K, Column]) -> dict[K, Column]:
 
 
 def joined(columns: Mapping[str, Column]) -> Column:
-    """Return the documents of several tasks (by name) as one column."""
+    """Return the columns of several tasks (by name) as one column over all of their documents."""
     parts = [
         [f"{task} {document}" for document in column.documents] for task, column in columns.items()
     ]
@@ -92,7 +93,7 @@ class Panel:
 
     @classmethod
     def of(cls, columns: Mapping[object, Column]) -> Panel:
-        """Return the columns on the documents that all of them have."""
+        """Return the columns reduced to the documents that all of them have."""
         first, *others = columns.values()
         shared = first.documents
         for column in others:
@@ -110,7 +111,8 @@ class Panel:
         return len(self.values)
 
     def signs(self, contrasts: Sequence[Signs]) -> Floats:
-        """Return the signs of all columns, [contrasts, columns]."""
+        """Return the contrasts as an array [contrasts, columns]; a column that is not named has
+        0."""
         signs = np.zeros((len(contrasts), len(self.index)))
         for row, contrast in zip(signs, contrasts, strict=True):
             row[[self.index[name] for name in contrast]] = [*contrast.values()]
@@ -127,7 +129,7 @@ ROUNDING = 1e-12  # of sums of doubles, relative to their terms
 
 
 def as_scored(ratio: Floats, aggregation: str) -> Floats:
-    """Return what lm-eval makes of Σ values / Σ weights."""
+    """Return the scores that lm-eval computes from Σ values / Σ weights."""
     if aggregation in (LOG_MEAN, KL_MEAN):
         return ratio
     with np.errstate(over="ignore"):
@@ -194,7 +196,7 @@ class Scores:
 
 
 def error_of(terms: Floats) -> Floats:
-    """Return the standard error from documents' shares of it, ``terms`` [..., documents]."""
+    """Return the standard error from ``terms`` [..., documents], documents' shares of the error."""
     documents = terms.shape[-1]
     return np.sqrt((documents - 1) / documents * np.vecdot(terms, terms))
 
@@ -207,6 +209,6 @@ def score_error(values: Floats, weights: Floats, aggregation: str) -> float:
 
 
 def effective_documents(weights: Floats) -> Floats:
-    """Return how many equally long documents would tell as much, by columns of ``weights``
-    [columns, documents]: (Σw)² / Σw², by Kish; at least 2."""
+    """Return the effective number of equally long documents, by rows of ``weights`` [columns,
+    documents]: Kish's (Σw)² / Σw²; at least 2."""
     return np.maximum(2.0, weights.sum(axis=1) ** 2 / np.sum(weights**2, axis=1))

@@ -140,7 +140,8 @@ def over_seeds(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _SeedMethod(Method):
-    """Computes the bounds and detectable sizes of one effect over seeds."""
+    """Computes the bounds and detectable sizes of one effect over seeds, for
+    ``effect.at_level``."""
 
     ends: Ends
     parts: Sequence[tuple[float, float]]  # variances with their degrees of freedom
@@ -158,11 +159,11 @@ class _SeedMethod(Method):
 
 def few_changes(panel: Panel, signs: Sequence[Floats]) -> ScoreTest | None:
     """Return the score test of the mean change per document, for scores of which few changed;
-    ``signs`` of each group: [trainings, columns].
+    ``signs`` of each group: [trainings, columns]. None if scores are not between 0 and 1, or if
+    ``FEW_CHANGES`` documents or more differ from the most common change.
 
     A document that was not drawn may have changed in every training, so each document counts with
-    its mean over the trainings. None if scores are not between 0 and 1, or if ``FEW_CHANGES``
-    documents or more differ from the most common change.
+    its mean over the trainings.
     """
     values = panel.values
     if np.any(panel.weights != 1) or values.min() < 0 or values.max() > 1:
@@ -183,7 +184,8 @@ def few_changes(panel: Panel, signs: Sequence[Floats]) -> ScoreTest | None:
 
 
 def _of_log_means(panel: Panel, signs: Sequence[Floats], kl: bool) -> BootstrapT | None:
-    """Return the bootstrap-t over documents of the mean over trainings, of KL divergences."""
+    """Return the bootstrap-t over documents of the mean over trainings of contrasts of ln(mean);
+    None if nothing varies. ``kl``: see ``bootstrap_log_means``."""
     scores = Scores(panel, LOG_MEAN)
     made = scores.contrasts(sum(each.mean(axis=0) for each in signs)[None])
     if made.stderr[0] == 0:
@@ -193,14 +195,14 @@ def _of_log_means(panel: Panel, signs: Sequence[Floats], kl: bool) -> BootstrapT
 
 
 def mean_score(panel: Panel, names: Sequence[object], aggregation: str) -> float:
-    """Return the mean over trainings of what lm-eval makes of each one's outcomes."""
+    """Return the mean over trainings of their scores, as lm-eval aggregates them."""
     columns = [panel.index[name] for name in names]
     ratios = panel.values[:, columns].sum(axis=0) / panel.weights[:, columns].sum(axis=0)
     return float(np.mean(as_scored(ratios, aggregation)))
 
 
 def _rest(terms: Floats) -> float:
-    """Return the part of the mean's variance that is neither the seed's nor the document's."""
+    """Return the part of the mean's variance that neither seeds nor documents explain."""
     seeds, documents = terms.shape
     residual = terms - terms.mean(axis=0)
     residual = residual - residual.mean(axis=1, keepdims=True)
@@ -208,14 +210,16 @@ def _rest(terms: Floats) -> float:
 
 
 def _reach(parts: Sequence[tuple[float, float]], confidence: float) -> float:
-    """Return half the interval's width; ``parts``: variance and degrees of freedom."""
+    """Return half the width of the interval at ``confidence``. ``parts``: (variance, degrees of
+    freedom)."""
     return math.sqrt(
         sum(part * float(special.stdtrit(free, (1 + confidence) / 2)) ** 2 for part, free in parts)
     )
 
 
 def _p(estimate: float, ends: Ends) -> float:
-    """Return one minus the confidence of the interval that just reaches 0."""
+    """Return the p-value of 0: one minus the confidence of the interval that just reaches 0.
+    ``ends(confidence)`` gives the interval."""
     if estimate == 0:
         return 1.0
 
