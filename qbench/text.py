@@ -27,7 +27,8 @@ def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
 
 
 def ratio(logarithm: float, *, decimals: int = 3) -> str:
-    """Return the ratio with this natural logarithm: 1.032; with three digits if far from 1."""
+    """Return exp(``logarithm``) as text with ``decimals`` decimals: 1.032; with three digits if it
+    is far from 1."""
     if logarithm > 700:  # near the largest double
         return "∞"
     value = math.exp(logarithm)
@@ -66,7 +67,8 @@ FORMULA = tuple("=+-@＝＋－＠")
 
 
 def one_line(text: str) -> str:
-    """Replace line breaks, control characters and marks of writing direction by spaces."""
+    """Return ``text`` with line breaks, control characters and marks of writing direction replaced
+    by spaces."""
     if text.isprintable():  # none of them, and a table has a hundred thousand texts
         return text
     # Cc: controls, Cf: invisible formatting such as bidirectional overrides, Cs: lone surrogates,
@@ -76,14 +78,14 @@ def one_line(text: str) -> str:
 
 
 def for_markdown(text: str) -> str:
-    """Escape text for a cell or line of Markdown: no columns, tags or links."""
+    """Return ``text`` escaped for a cell or line of Markdown: no columns, tags or links."""
     text = one_line(text).replace("\\", "\\\\").replace("|", "\\|").replace("`", "\\`")
     text = text.replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("](", "]\\(")
 
 
 def for_csv(value: object) -> object:
-    """Return a cell of CSV: text that a spreadsheet would compute gets an apostrophe."""
+    """Return a cell of CSV; text that a spreadsheet would compute gets an apostrophe."""
     if not isinstance(value, str):
         return value
     text = one_line(value)
@@ -91,10 +93,8 @@ def for_csv(value: object) -> object:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) -> str:
-    """Return a Markdown table, aligned to be readable unrendered; every cell is escaped.
-
-    ``align`` has a letter for each column: ``l`` for words, ``r`` for numbers.
-    """
+    """Return a Markdown table, aligned to be readable unrendered; every cell is escaped. ``align``:
+    a letter per column, ``l`` for words, ``r`` for numbers."""
     assert len(align) == len(head), f"{len(align)} letters for {len(head)} columns"
     return tabulate(
         [[for_markdown(str(cell)) for cell in row] for row in rows],
@@ -106,7 +106,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) 
 
 
 def group_by_reason(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line ``names: reason`` for each reason of (name, reason) ``pairs``."""
+    """Return a line ``names: reason`` per reason in (name, reason) ``pairs``."""
     names: dict[str, list[str]] = {}
     for name, reason in pairs:
         names.setdefault(reason, []).append(name)

@@ -18,8 +18,9 @@ FORMATS = ("md", "tex", "csv")
 
 
 def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
-    """Return the tables of a comparison as text; with ``published`` (``printed_table``) also what a
-    paper prints. Raises RecipeError if one of the two is unknown."""
+    """Return the tables of a comparison as text in ``format``; with ``published`` (see
+    ``printed_table``) also the scores that a paper prints. Raises RecipeError if either is
+    unknown."""
     if format not in FORMATS:
         raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
     if format == "csv":

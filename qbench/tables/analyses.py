@@ -1,4 +1,4 @@
-"""Render what `qbench analyze` measured: the softpick paper's table 4, and one CSV of all numbers.
+"""Render the results of `qbench analyze`: the softpick paper's table 4, and one CSV of all numbers.
 
 The viewer's page *Why* shows the rest.
 """
@@ -21,8 +21,8 @@ from qbench.text import NO_VALUE, for_markdown, group_by_reason, number, signifi
 class AnalysisResults:
     """Hold the analyses of a results folder and the records beside them.
 
-    ``cells``: analyses that measured something; ``records``: valid ones of `qbench run`;
-    ``problems``: what is missing, a line each; ``replicates``: group → its trainings.
+    ``cells``: analyses with measurements; ``records``: valid ones of `qbench run`; ``problems``: a
+    line per missing or failed analysis; ``replicates``: group → its trainings.
     """
 
     cells: tuple[Analysis, ...]
@@ -78,7 +78,7 @@ SEEDS_NOTE = "Trainings of one kind: their mean, in brackets the lowest and the 
 
 
 def table_4(results: AnalysisResults) -> list[Table]:
-    """Return the paper's table 4 of every analyzed cell and group of trainings, with the KL
+    """Return the paper's table 4: a row per analyzed cell and group of trainings, with the KL
     divergence of each quantized cell of the same weights."""
     cells = {each.cell: [each] for each in results.cells}
     groups = {
@@ -112,6 +112,7 @@ def table_4(results: AnalysisResults) -> list[Table]:
 
 
 def _measures(measured: Measured) -> dict[str, float | None]:
+    """Return the values of table 4's columns for one analysis, by the names of ``MEASURES``."""
     rates, hidden = measured.sinks[0].rates, measured.hidden
     values = (
         *(rates["0.2"], rates["0.3"]),
@@ -121,7 +122,7 @@ def _measures(measured: Measured) -> dict[str, float | None]:
 
 
 def _kl_by_quantizer(analysis: Analysis, results: AnalysisResults) -> dict[str, float]:
-    """Return quantizer → KL divergence, of records with the weights that ``analysis`` has."""
+    """Return quantizer → KL divergence of the records with the same weights as ``analysis``."""
     if analysis.precision.quantized:
         return {}
     kl_of = {
@@ -147,7 +148,8 @@ def mean_kl(record: Record) -> float | None:
 
 
 def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
-    """Return mean (lowest to highest) as text; one value alone; a dash if any is missing."""
+    """Return ``mean (lowest to highest)`` as text; a single value as itself; a dash if any is
+    missing."""
     measured = [value for value in values if value is not None]
     if len(measured) < len(values):
         return NO_VALUE
@@ -157,7 +159,7 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
 
 
 def texts_read(analyses: Sequence[Analysis]) -> list[str]:
-    """Say what was read, once for all cells that read the same."""
+    """Return a line about the texts, once for all cells that read the same."""
     lines = []
     for each in analyses:
         text = each.text

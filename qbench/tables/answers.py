@@ -1,4 +1,5 @@
-"""Build the tables of answers: what quantization changed along them, by class and by position."""
+"""Build the tables of answers: how quantization changed them, by class and by position of
+tokens."""
 
 from __future__ import annotations
 
@@ -52,6 +53,8 @@ def answer_tables(comparison: Comparison) -> list[Table]:
 def _overview(
     comparison: Comparison, checkpoint: str, damages: Mapping[str, AnswerDamage]
 ) -> list[Table]:
+    """Return the table of a checkpoint's answers: a row per precision with KL, agreement and
+    scores."""
     by_name = {(o.quantizer, o.metric): o for o in comparison.lines if o.task == ANSWERS}
     metrics = [name for name in dict.fromkeys(metric for _, metric in by_name) if name != "kl"]
     base = comparison.unquantized_of(next(iter(damages)))
@@ -90,6 +93,7 @@ def _overview(
 
 
 def _along(row: Row | None, checkpoint: str, damage: AnswerDamage | None) -> dict[str, str]:
+    """Return the cells about tokens along the unquantized model's answers; "" without damage."""
     names = ("KL along answers", "Same token", "Same answer", "Parts after")
     if damage is None or row is None:
         return dict.fromkeys(names, "")
@@ -107,7 +111,7 @@ def _along(row: Row | None, checkpoint: str, damage: AnswerDamage | None) -> dic
 
 
 def _loss(line: Row | None, checkpoint: str) -> str:
-    """Return the unquantized score, or what is lost; of a length with its interval."""
+    """Return the score of an unquantized row, else the damage; for lengths with its interval."""
     if line is None:
         return NO_VALUE
     if not line.quantized:
@@ -120,6 +124,7 @@ def _loss(line: Row | None, checkpoint: str) -> str:
 
 
 def _hurt_most(damage: AnswerDamage | None) -> str:
+    """Return the class with the largest KL and its ratio to the mean, as text."""
     if damage is None:
         return ""
     worst = damage.hurt_most
@@ -129,6 +134,8 @@ def _hurt_most(damage: AnswerDamage | None) -> str:
 def _means_table(
     checkpoint: str, what: str, means: Mapping[str, Mapping[str, TokenMeans]]
 ) -> list[Table]:
+    """Return the table of KL and agreement per class or position (``what``), a row per
+    precision."""
     names = list(dict.fromkeys(name for each in means.values() for name in each))
     first = next(iter(means.values()))
     rows = [

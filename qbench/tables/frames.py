@@ -48,10 +48,10 @@ def comparison_csv(comparison: Comparison) -> str:
     """Return all scores of the manifest as CSV, in full precision and the record's units, failed
     and missing ones too.
 
-    ``did`` is the difference-in-differences. ``low`` and ``high`` of a perplexity are those of its
-    logarithm, as perplexities. Of perplexities ``delta`` is the raw difference, a number alone;
-    errors, intervals, damage and ``did`` are in the columns of the log ratio, and ``detectable`` is
-    a log ratio too. Text that a spreadsheet would compute begins with an apostrophe.
+    ``did`` is the difference-in-differences. For perplexities: ``low`` and ``high`` come from the
+    logarithm and are converted to perplexities, ``delta`` is the raw difference without error, and
+    errors, intervals, damage, ``did`` and ``detectable`` are log ratios, in columns of their own.
+    Text that a spreadsheet would compute begins with an apostrophe.
     """
     in_parts = any(line.precision.in_parts for line in comparison.lines)
     columns = [column for column in COLUMNS if in_parts or column not in PRECISION]
@@ -70,7 +70,8 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
 
 
 def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str, object]:
-    """Return the cell's size, and how far its predictions are from the unquantized model's."""
+    """Return the cell's size, KL divergence, top-1 agreement and flips, as far as the record has
+    them."""
     record = comparison.records.get(entry.cell)
     if record is None:
         return {}
@@ -85,12 +86,15 @@ def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str
 
 
 def _about(line: Row) -> dict[str, object]:
+    """Return the columns that describe a row: task, metric, quantizer, direction."""
     names = ("task", "label", "metric", "method", "quantizer")
     direction = "up" if line.higher_is_better else "down"
     return {name: getattr(line, name) for name in names} | {"direction": direction}
 
 
 def _row(line: Row, entry: RowValue) -> dict[str, object]:
+    """Return the CSV row of one score: its cell, interval, Δ, damage and
+    difference-in-differences."""
     interval = line.intervals.get(entry.checkpoint)
     activations, kv_cache = line.precision.activations, line.precision.kv_cache
     row: dict[str, object] = {
@@ -135,10 +139,10 @@ SEED_COLUMNS = (
 
 
 def seeds_csv(comparison: Comparison) -> str:
-    """Return the effects over seeds, one per row.
+    """Return the effects over seeds as CSV, one per row.
 
-    ``kind`` says what the numbers are: a difference in the score's units, or a log ratio, of a
-    score the logarithm itself. ``of_seeds``: share of the variance that comes from the seeds.
+    ``kind``: whether the numbers are a difference in the score's units or a log ratio; for a score
+    the logarithm itself. ``of_seeds``: share of the variance that comes from the seeds.
     """
     rows = [
         {
@@ -158,7 +162,7 @@ def seeds_csv(comparison: Comparison) -> str:
 
 
 def printed_table(comparison: Comparison, published: str) -> list[Table]:
-    """Return the scores that a paper prints for cells of ours, beside ours.
+    """Return the table of a paper's printed scores beside ours, for cells that both have.
 
     ``published`` is a paper and the size of its models in ``published.csv``, such as softpick-340m.
     Raises RecipeError if it is unknown.
@@ -201,14 +205,15 @@ DOCUMENT = ["task", "metric", "document"]
 
 @dataclass(frozen=True, repr=False)
 class Results:
-    """Hold what was measured. Printed it is the terminal's summary, in a notebook a short one."""
+    """Hold the results of an evaluation. Printed it gives the terminal's summary, in a notebook a
+    short one."""
 
     comparison: Comparison
     store: Store
 
     @property
     def verdict(self) -> str:
-        """Return the answer, and what is missing, a sentence or two per line."""
+        """Return the answer in sentences, and a line per group of missing or failed cells."""
         problems = ((cell.cell, reason) for cell, reason in self.comparison.problems())
         return "\n".join([*verdict(self.comparison), *group_by_reason(problems)])
 
@@ -287,4 +292,5 @@ class Results:
         return said + self._cells().to_html(index=False, float_format="{:.3g}".format)
 
     def _cells(self) -> pd.DataFrame:
+        """Return one row per cell: the columns of ``damage`` that do not depend on the task."""
         return self.damage[CELL].drop_duplicates()

@@ -73,8 +73,8 @@ AT_MOST_NOTE = f"{AT_MOST}: a larger damage is excluded at 95 % (one-sided)."
 
 
 def run_notes(comparison: Comparison, hidden: Sequence[Row]) -> list[str]:
-    """Return lines on the run: tasks without data, prompts, BOS, and the rows that are ``hidden``,
-    since word perplexity says the same."""
+    """Return lines about the run: tasks without data, prompts, BOS, and the ``hidden`` rows, which
+    repeat word perplexity."""
     notes = []
     if comparison.grid.skipped:
         notes.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
@@ -111,12 +111,12 @@ def seed_notes(
 
 
 def ratio_notes(effects: Iterable[Effect]) -> list[str]:
-    """Return a line on perplexities if any of ``effects`` is a ratio."""
+    """Return the line that explains ratios, if any of ``effects`` is one."""
     return [RATIO_NOTE] if any(effect.kind == "log ratio" for effect in effects) else []
 
 
 def missing_notes(rows: Iterable[Row], contrasts: Sequence[str]) -> list[str]:
-    """Say why effects have no interval: a line per reason."""
+    """Return a line per reason why effects have no interval."""
     reasons = [
         (f"{row.label} {metric_title(row.metric)} {row.quantizer} of {group}", missing.reason)
         for row in rows
@@ -127,8 +127,8 @@ def missing_notes(rows: Iterable[Row], contrasts: Sequence[str]) -> list[str]:
 
 
 def precision_notes(rows: Iterable[Row]) -> list[str]:
-    """Return a note on precisions such as W4A8, and one with the scheme of weights that are
-    rounded to a grid: symmetric or not, group size, column order."""
+    """Return a note on precisions such as W4A8, and one on weights rounded to a grid: symmetric or
+    not, group size, column order."""
     rows = list(rows)
     notes = [PRECISION_NOTE] if any(row.precision.in_parts for row in rows) else []
     schemes = {row.quantizer: row.precision.weights.scheme for row in rows if row.precision.weights}
@@ -138,7 +138,7 @@ def precision_notes(rows: Iterable[Row]) -> list[str]:
 
 
 def scale_notes(comparison: Comparison) -> list[str]:
-    """Return a line on precisions whose bits count scales in float32."""
+    """Return a line that names precisions whose scales are stored in float32."""
     wide = {
         record.quantizer: None
         for record in comparison.records.values()
@@ -153,7 +153,7 @@ def scale_notes(comparison: Comparison) -> list[str]:
 
 
 def prompt_notes(comparison: Comparison) -> list[str]:
-    """Return a line on how prompts became conversations; none if they did not."""
+    """Return a line on how prompts became conversations; an empty list if they did not."""
     chats = [
         chat
         for record in comparison.records.values()
@@ -171,7 +171,7 @@ def prompt_notes(comparison: Comparison) -> list[str]:
 
 
 def bos_notes(comparison: Comparison) -> list[str]:
-    """Return a line on BOS before the texts that were scored; none for earlier records."""
+    """Return a line on BOS before the scored texts; an empty list for earlier records."""
     reports = {
         record.checkpoint: record.scoring
         for record in comparison.records.values()
@@ -189,7 +189,8 @@ def bos_notes(comparison: Comparison) -> list[str]:
 
 
 def chance_notes(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
-    """Return a line on the accuracies of ``rows`` that an unquantized model may have guessed."""
+    """Return a line on accuracies of ``rows`` at chance level: the unquantized model may have
+    guessed."""
     tasks = {(row.task, row.metric): row for row in rows}
     labels = [
         f"{tasks[task, metric].label} {metric_title(metric)} of {checkpoint}"
@@ -205,8 +206,8 @@ def chance_notes(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
 
 
 def drawn_notes(rows: Iterable[Row]) -> list[str]:
-    """Return a line per metric whose answers are drawn: how far drawing others to the same prompts
-    moves a damage, and how many prompts or samples would show a loss of a hundredth."""
+    """Return a line per metric whose answers are drawn: how much drawing other answers to the same
+    prompts changes a damage, and how many prompts or samples would show a loss of a hundredth."""
     effects_of: dict[str, list[Effect]] = {}
     for row in rows:
         for effect in row.damages.values():
@@ -238,10 +239,10 @@ BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodLines:
-    """Hold what one set of tables shows: the rows of a method and the unquantized ones, over
+    """Hold the content of one set of tables: the rows of a method and the unquantized ones, over
     some of the checkpoints.
 
-    ``problems`` of cells and ``notes`` stand below the first table.
+    ``problems`` of cells and ``notes`` are printed below the first table.
     """
 
     comparison: Comparison
@@ -253,10 +254,12 @@ class MethodLines:
 
     @property
     def footnotes(self) -> list[str]:
+        """Return the problems, grouped by reason, and the notes."""
         return [*group_by_reason((cell.cell, text) for cell, text in self.problems), *self.notes]
 
     @property
     def quantized(self) -> list[Row]:
+        """Return the quantized rows."""
         return [line for line in self.lines if line.quantized]
 
     @property
@@ -277,9 +280,9 @@ class MethodLines:
 
 
 def by_method(comparison: Comparison) -> list[MethodLines]:
-    """Return a set of tables per quantization method; one set in all for one checkpoint.
+    """Return one set of tables per quantization method; a single set for one checkpoint.
 
-    Problems of a cell stand in the first set that shows it.
+    Problems of a cell are in the first set that shows it.
     """
     made, problems = [], comparison.problems()
     ran = {line.method for line in comparison.lines}
@@ -338,8 +341,8 @@ def tables_of(method: MethodLines) -> list[Table]:
 
 
 def _with_the_first(method: MethodLines) -> list[MethodLines]:
-    """Return a set for the first and each other checkpoint; a note stands in the first set that
-    it is about."""
+    """Return a set per checkpoint but the first, each beside the first; a note is in the first set
+    that it is about."""
     made: list[MethodLines] = []
     base, *others = method.checkpoints
     for other in others:
@@ -359,8 +362,8 @@ def _with_the_first(method: MethodLines) -> list[MethodLines]:
 
 
 def _effect_cells(line: Row, head: str, contrast: str, group: str, each: str = "") -> Cells:
-    """Return an effect and its interval; with a head for ``each``, over seeds, that of every
-    training and the seeds' share."""
+    """Return the cells of an effect and its interval under ``head``; with a head ``each``, over
+    seeds, also each training's effect and the seeds' share."""
     effect, percent = line.effect(contrast, group), line.percent
     cells = [
         (head, effect_text(effect, percent=percent)),
@@ -372,8 +375,8 @@ def _effect_cells(line: Row, head: str, contrast: str, group: str, each: str = "
 
 
 def _deltas(method: MethodLines) -> list[Table]:
-    """Return the table of each checkpoint's scores, or of the means of each group of trainings,
-    and Δ."""
+    """Return the table of scores of each checkpoint (or means of each group of trainings), and
+    Δ."""
     comparison, seeds = method.comparison, bool(method.seeds)
     lines = method.seeds or method.lines
     base, *others = method.groups
@@ -418,8 +421,8 @@ def _deltas(method: MethodLines) -> list[Table]:
 
 
 def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
-    """Return the table of each checkpoint's (or group of trainings') damage, and of its difference
-    from the first's."""
+    """Return the table of the damage of each checkpoint (or group of trainings), and of its
+    difference from the first's."""
     base, *others = groups = [*method.groups]
     claims = {other: f"{other}’s {MINUS} {base}’s" for other in others}
     rows = []
@@ -452,17 +455,19 @@ def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
 
 
 def _counts(effects: Iterable[Effect | None]) -> str:
-    """Return how many documents the effects of a row rest on, each number once."""
+    """Return the numbers of documents behind the effects of a row, each number once, joined by
+    ``/``."""
     return "/".join(sorted({str(effect.documents) for effect in effects if effect})) or NO_VALUE
 
 
 def _records(lines: Iterable[Row]) -> tuple[str, ...]:
+    """Return ``cell key`` of each scored cell of ``lines``."""
     entries = {entry.cell: entry for line in lines for entry in line.entries}.values()
     return tuple(f"{e.cell} {e.key[:KEY_DIGITS]}" for e in entries if e.status == "ok")
 
 
 def _one_model(method: MethodLines) -> list[Table]:
-    """Return the table of what quantization costs one checkpoint: a row per precision."""
+    """Return the table of the damage of one checkpoint: a row per precision."""
     (checkpoint,) = method.checkpoints
     comparison, order = method.comparison, [(line.task, line.metric) for line in method.lines]
     rows = []
@@ -499,7 +504,7 @@ def _one_model(method: MethodLines) -> list[Table]:
 
 
 def _cost_texts(damage: TaskDamage | None, metric: str) -> dict[str, str]:
-    """Return KL (mean, 99th percentile), flips and top-1 agreement."""
+    """Return the cells KL (mean, 99th percentile), flips and top-1 agreement."""
     measured = damage.distributions if damage else None
     flips = damage.flips.get(metric) if damage else None
     return {
@@ -511,7 +516,7 @@ def _cost_texts(damage: TaskDamage | None, metric: str) -> dict[str, str]:
 
 
 def _size_texts(record: Record | None) -> dict[str, str]:
-    """Return bits per weight and GiB."""
+    """Return the cells bits per weight and GiB."""
     bits, size = bits_per_weight(record), gib(record)
     return {
         "Bits per weight": NO_VALUE if bits is None else f"{bits:.2f}",
@@ -520,8 +525,7 @@ def _size_texts(record: Record | None) -> dict[str, str]:
 
 
 def _names(line: Row) -> Cells:
-    """Return the heads and texts of task, metric with the arrow of what is better, and
-    quantization."""
+    """Return the cells task, metric (with an arrow towards better) and quantization."""
     quantizer = line.quantizer
     if line.precision.in_parts:
         quantizer += f" ({line.precision.words})"
@@ -529,7 +533,7 @@ def _names(line: Row) -> Cells:
 
 
 def entry_text(entry: RowValue, line: Row) -> str:
-    """Return the score with its standard error; ``failed`` or ``— missing`` if there is none."""
+    """Return a score with its standard error; ``failed`` or ``— missing`` without one."""
     if entry.status == "missing":
         return f"{NO_VALUE} missing"
     if entry.status == "failed":
@@ -546,8 +550,7 @@ def _delta_text(line: Row, checkpoint: str) -> str:
 
 
 def documents_text(line: Row) -> str:
-    """Return how many documents the checkpoints scored: one number if they agree, else one for
-    each."""
+    """Return how many documents were scored: one number if all checkpoints agree, else one each."""
     counts = [entry.documents for entry in line.entries]
     numbers = {count for count in counts if count is not None}
     if len(numbers) <= 1:
@@ -556,8 +559,8 @@ def documents_text(line: Row) -> str:
 
 
 def against_table(comparison: Comparison) -> list[Table]:
-    """Return what each precision loses more than the precision ``comparison.against``, by score;
-    nothing if none is named."""
+    """Return the table of the losses of each precision compared with ``comparison.against``, by
+    score; an empty list if that is None."""
     rows = []
     for line in comparison.seeds or comparison.lines:
         if line.against and not comparison.redundant(line):

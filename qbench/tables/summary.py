@@ -30,14 +30,14 @@ def summary(comparison: Comparison) -> str:
 
 
 def precision_table(comparison: Comparison) -> list[Table]:
-    """Return the table with a row per precision, all columns and intervals."""
+    """Return the table with a row per precision, with all columns and intervals."""
     rows = _rows(comparison) if comparison.tested and comparison.quantizers else []
     return from_rows(rows, title="Precisions", notes=_legend(comparison, rows, [*rows[0]][4:])
                      if rows else ())  # fmt: skip
 
 
 def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
-    """Return the rows with as many columns as fit, and their legend."""
+    """Return ``rows`` as text with as many columns as fit the width, and their legend."""
     shown = list(rows[0])
     if _widths(rows)[-1] > WIDTH:  # intervals go first
         rows = [{**row, "KL": row["KL"].partition(" [")[0]} for row in rows]
@@ -51,7 +51,7 @@ def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
 def _legend(
     comparison: Comparison, rows: Sequence[dict[str, str]], tasks: Sequence[str]
 ) -> list[str]:
-    """Return what the columns and marks of ``rows`` mean, a sentence each."""
+    """Return a sentence per column and mark of ``rows`` on its meaning."""
     metrics = {row.label: metric_title(row.metric) for row in _first_rows(comparison)}
     text = "".join(text for row in rows for text in row.values())
     notes = ["KL: divergence of the predictions from the unquantized model’s, nats per token."]
@@ -71,12 +71,13 @@ def _legend(
 
 
 def _text(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> str:
+    """Return the columns ``shown`` of ``rows`` as a text table."""
     cells = [[row[name] for name in shown] for row in rows]
     return table(shown, cells, align="l" + "r" * (len(shown) - 1))
 
 
 def _widths(rows: Sequence[dict[str, str]]) -> list[int]:
-    """Return the width of the table with its first column, its first two columns and so on."""
+    """Return the widths of the table with its first column, its first two columns and so on."""
     rule = _text(rows, list(rows[0])).splitlines()[1]
     return [place + 1 for place, character in enumerate(rule) if character == "|"][1:]
 
@@ -104,7 +105,7 @@ def _rows(comparison: Comparison) -> list[dict[str, str]]:
 
 
 def _first_rows(comparison: Comparison) -> list[Row]:
-    """Return the first metric of each task, in the papers' order, of each precision."""
+    """Return the row of the first metric, in the papers' order, of each task and precision."""
     rows: dict[tuple[str, str], Row] = {}
     for row in comparison.seeds or comparison.lines:
         if not comparison.redundant(row):
@@ -113,6 +114,7 @@ def _first_rows(comparison: Comparison) -> list[Row]:
 
 
 def _kl(comparison: Comparison, cells: Sequence[str]) -> str:
+    """Return the KL divergence of one cell with its interval, or the mean over several cells."""
     means = comparison.kl.means if comparison.kl else {}
     if len(cells) == 1 or not all(cell in means for cell in cells):
         return loss_text(comparison.kl, cells[0]) or NO_VALUE
@@ -120,7 +122,7 @@ def _kl(comparison: Comparison, cells: Sequence[str]) -> str:
 
 
 def _value(comparison: Comparison, row: Row, group: str) -> str:
-    """Return what is lost; of an unquantized precision the score itself, with a mark if the model
+    """Return the damage in one score; for an unquantized precision the score, marked if the model
     may have guessed."""
     if row.quantized:
         return effect_text(row.effect("damages", group), percent=row.percent)
@@ -131,4 +133,5 @@ def _value(comparison: Comparison, row: Row, group: str) -> str:
 
 
 def _mean(values: Sequence[float | None], text) -> str:
+    """Return the mean of ``values`` by ``text``; a dash if one is missing."""
     return NO_VALUE if None in values else text(fmean(values))

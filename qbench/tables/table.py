@@ -43,7 +43,7 @@ class Table:
 
     @property
     def footnotes(self) -> tuple[str, ...]:
-        """Return the notes, and a line on the records that the numbers come from."""
+        """Return the notes, and a line with the records behind the numbers."""
         if not self.records:
             return self.notes
         many = len(self.records) > MOST_RECORDS
@@ -62,8 +62,8 @@ class Table:
 def from_rows(
     rows: Sequence[Mapping[str, str] | Cells], *, title: str, notes: Iterable[str], **layout: Any
 ) -> list[Table]:
-    """Return a list with the table of ``rows`` by their heads; an empty list without a row.
-    ``layout``: other fields of the table."""
+    """Return [table] of ``rows`` by column head; [] without rows. ``layout``: other fields of the
+    table."""
     if not rows:
         return []
     pairs = [row.items() if isinstance(row, Mapping) else row for row in rows]
@@ -84,8 +84,8 @@ def _blocks(printed: Table) -> list[str]:
 
 
 def latex(tables: Iterable[Table]) -> str:
-    r"""Return a fragment for ``\input``, a table each with its notes below; it needs booktabs and a
-    LaTeX that reads UTF-8."""
+    r"""Return a fragment for LaTeX's input command: each table with its notes below. It needs
+    booktabs and a LaTeX that reads UTF-8."""
     import pandas as pd  # slow to import
 
     return "".join(
@@ -103,10 +103,9 @@ def as_csv(
     *,
     numbers: Sequence[str] = (),
 ) -> str:
-    """Return CSV with ``columns``, or those of the rows in the order in which they first come.
-
-    Text that a spreadsheet would compute begins with an apostrophe, but in columns of ``numbers``.
-    Empty text without rows and columns."""
+    """Return CSV with ``columns``, by default all keys in the order of their first use. Text that a
+    spreadsheet would compute begins with an apostrophe, except in the columns ``numbers``. ""
+    without rows and columns."""
     columns = columns or list(dict.fromkeys(column for row in rows for column in row))
     if not columns:
         return ""

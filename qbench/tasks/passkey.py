@@ -40,7 +40,7 @@ def documents(*, length: int, tokenizer: str | None = None, **_) -> dict[str, Da
 
 
 def depth(document: int) -> float:
-    """Return the place of a document's key: 0 is the beginning, 1 the end.
+    """Return the position of a document's key in the text, from 0, the beginning, to 1, the end.
 
     Van der Corput's sequence in base 2 (0, ½, ¼, ¾, ⅛, …): the first documents of any number are
     spread evenly, so that a limit leaves out no depth.
@@ -53,10 +53,8 @@ def depth(document: int) -> float:
 
 
 def prompt(tokenizer, filler: list[int], key: str, length: int, place: float) -> str:
-    """Return description, filler, the line with the key, filler and question.
-
-    ``filler`` are token ids, of which the first are taken, so that the whole has ``length`` tokens.
-    """
+    """Return description, filler, the line with the key at ``place`` (0 to 1), filler and question,
+    ``length`` tokens in all. ``filler``: token ids, of which the first are used."""
 
     def build(tokens: int) -> str:
         before = round(tokens * place)
@@ -84,7 +82,7 @@ def prompt(tokenizer, filler: list[int], key: str, length: int, place: float) ->
 
 def process_results(document: dict, results: list[str]) -> dict[str, float]:
     """Return ``exact_match``, whether the answer begins with the key, and ``acc_digits``, the share
-    of the key's digits that stand in their places."""
+    of the key's digits in the right positions."""
     said, key = results[0].strip()[:DIGITS], document["key"]
     digits = sum(a == b for a, b in zip(said, key, strict=False))
     return {"exact_match": float(said == key), "acc_digits": digits / DIGITS}
