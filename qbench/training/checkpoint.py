@@ -35,7 +35,7 @@ STATE, LOG = "state", "log.jsonl"
 
 
 class Progress(BaseModel):
-    """How far a training is: what a state holds besides tensors."""
+    """How far a training is: the part of a state that is not tensors."""
 
     settings: str  # digest of all that shapes the run
     step: int = 0  # steps done
@@ -60,8 +60,8 @@ class Run:
 
     @property
     def settings_digest(self) -> str:
-        """The digest of everything that determines the weights. A state is resumed only under the
-        same."""
+        """Return the digest of everything that determines the weights. A state is resumed only if
+        its digest is equal."""
         parts = {
             "settings": self.recipe.settings(),
             "data": self.files.about.digest,
@@ -76,7 +76,8 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """JSON Lines: ``kind`` (step or watch), ``step``, and numbers."""
+        """Return the path of the log, JSON Lines: ``kind`` (step or watch), ``step``, and
+        numbers."""
         return self.folder / STATE / LOG
 
     def save_state(
@@ -85,8 +86,8 @@ class Run:
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Replace the state by ``progress``, the parameters and the optimizer's tensors, with a
-        checksum of all. A process that is killed meanwhile leaves the previous file."""
+        """Replace the saved state by ``progress``, the parameters and the optimizer's tensors, with
+        a checksum of all. A process that is killed meanwhile leaves the previous file."""
         tensors = {}
         for name, parameter in parameters.items():
             tensors[f"model/{name}"] = parameter.detach().cpu().contiguous()
@@ -101,8 +102,8 @@ class Run:
     def load_state(
         self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> Progress:
-        """Restore what ``save_state`` wrote, bit for bit, and return its progress; that of a new
-        training if there is no state.
+        """Restore parameters and optimizer from ``save_state``'s file, bit for bit, and return its
+        progress; without a file the progress of a new training.
 
         Raises TrainingError if the state has other settings or is damaged.
         """
@@ -162,8 +163,8 @@ class Run:
         write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
     def file_digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each file that a finished training leaves, but its record and its
-        state, by path below its folder."""
+        """Return path → SHA-256 of each file of a finished training, except its record and its
+        state."""
         paths = [
             self.folder / CONFIG,
             self.folder / SINGLE,
@@ -173,9 +174,9 @@ class Run:
         return {path.relative_to(self.folder).as_posix(): file_digest(path) for path in paths}
 
     def finished(self) -> Training | None:
-        """Return the record of a finished training, None if it is not finished.
+        """Return the record of the training; None if it is not finished.
 
-        Raises TrainingError if its settings are others, or if a file is not what training wrote.
+        Raises TrainingError if its settings differ, or if a file was changed.
         """
         path = self.folder / TRAINING_FILE
         if not path.is_file():
@@ -196,8 +197,8 @@ class Run:
         return record
 
     def _require_same(self, settings_digest: str) -> None:
-        """Raise TrainingError if ``settings_digest``, of a state or a record in the folder, is not
-        this run's."""
+        """Raise TrainingError if ``settings_digest``, from a state or record in the folder, differs
+        from this run's."""
         if settings_digest != self.settings_digest:
             raise TrainingError(
                 f"{self.folder}: holds a training of other settings, data or seed; name another "

@@ -90,19 +90,19 @@ class AboutTokens(RecordModel, populate_by_name=True):
 
     @property
     def special(self) -> dict[str, int | None]:
-        """The ids of bos, eos and pad, by name."""
+        """Return the ids of bos, eos and pad, by name."""
         return {"bos": self.bos, "eos": self.eos, "pad": self.pad}
 
     @property
     def digest(self) -> str:
-        """The SHA-256 over the ids of both parts and the tokenizer's files."""
+        """Return the SHA-256 over the ids of both parts and the tokenizer's files."""
         text = f"{self.dtype} {self.train.sha256} {self.held_out.sha256} {self.tokenizer_digest}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenFiles:
-    """A folder of token files, mapped into memory: they are read only where they are used."""
+    """A folder of token files, mapped into memory: only the parts in use are read."""
 
     folder: Path
     about: AboutTokens
@@ -111,9 +111,9 @@ class TokenFiles:
 
 
 def read_token_files(folder: Path) -> TokenFiles:
-    """Return the token files in ``folder``. All bytes are hashed, about a gigabyte per second.
+    """Return the token files in ``folder``, after hashing all bytes (about a gigabyte per second).
 
-    Raises DataError if the folder holds none, or if a file is not what was written.
+    Raises DataError if the folder holds none, or if a file was changed.
     """
     path = folder / ABOUT
     if not path.is_file():
@@ -140,8 +140,7 @@ def read_token_files(folder: Path) -> TokenFiles:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of ``folder`` that a tokenizer is read from. Raises DataError if there are
-    none."""
+    """Return the tokenizer's files in ``folder``. Raises DataError if there are none."""
     files = [
         path
         for path in sorted(folder.iterdir())
@@ -194,11 +193,11 @@ class Sequences:
 
 
 def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.int64]:
-    """Return the indices [rows] of the sequences of ``step``, counted from 0, out of ``of``
+    """Return the indices [rows] of the sequences of ``step``, counted from 0, among ``of``
     sequences.
 
-    Each epoch has an order of its own, a permutation by NumPy's PCG64 seeded with (seed, epoch), so
-    that any step can be computed without the steps before it.
+    Each epoch has another order, a permutation by NumPy's PCG64 seeded with (seed, epoch), so that
+    any step can be computed without the steps before it.
     """
     positions = np.arange(step * rows, (step + 1) * rows)
     epochs = positions // of
@@ -211,6 +210,7 @@ def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.in
 
 @lru_cache(maxsize=2)  # a step may lie in two epochs
 def permutation(of: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the order of ``of`` sequences in this epoch."""
     return np.random.default_rng([seed, epoch]).permutation(of)
 
 
@@ -234,8 +234,8 @@ def dataloader(
 
 
 def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
-    """Return ``watch.samples`` rows of ``watch.length`` ids: the first held-out documents that are
-    long enough, each as BOS, if the tokenizer has one, and its first tokens.
+    """Return ``watch.samples`` rows of ``watch.length`` ids for evaluation: the first held-out
+    documents that are long enough, each as BOS, if the tokenizer has one, and its first tokens.
 
     Raises DataError if there are too few.
     """
@@ -253,7 +253,8 @@ def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
 
 
 def _documents(files: TokenFiles) -> list[np.ndarray]:
-    """Return the held-out documents without their BOS; all as one if no token separates them."""
+    """Return the held-out documents as ids without BOS; a single document if no token separates
+    them."""
     about, ids = files.about, np.asarray(files.held_out).astype(np.int64)
     if about.bos_of_documents:
         return [part[1:] for part in np.split(ids, np.flatnonzero(ids == about.bos)) if len(part)]
@@ -269,7 +270,7 @@ def sequences(recipe: TrainingRecipe, files: TokenFiles) -> Sequences:
 
 
 def first_token(recipe: TrainingRecipe, files: TokenFiles) -> int | None:
-    """Return the id that begins every sequence, None unless the recipe asks for one."""
+    """Return the BOS id that begins every sequence; None unless the recipe sets ``bos_first``."""
     return files.about.bos if recipe.data.bos_first else None
 
 
@@ -317,11 +318,12 @@ STRIDE, HELD_OUT = 50, 200_000  # one document in 50 is held out, up to so many 
 
 
 def _words(text: str) -> list[str]:
+    """Return the words of ``text`` in lower case."""
     return [word.lower() for word in WORD.findall(text)]
 
 
 def _ngrams(words: list[str]) -> Iterator[tuple[int, int]]:
-    """Yield the index of its first word and the hash of each 13-gram."""
+    """Yield (index of the first word, hash) of each 13-gram."""
     for start in range(len(words) - NGRAM + 1):
         yield start, hash(tuple(words[start : start + NGRAM]))
 
@@ -347,8 +349,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def without_shared(text: str, ngrams: set[int]) -> tuple[str, int]:
-    """Return ``text`` without the lines that hold a word of one of ``ngrams``, which may run over
-    line breaks, and how many lines were left out."""
+    """Return ``text`` without the lines that contain a word of a 13-gram in ``ngrams`` (which may
+    span lines), and how many lines were left out."""
     lines = text.split("\n")
     words = [(word, number) for number, line in enumerate(lines) for word in _words(line)]
     shared = {
@@ -390,6 +392,7 @@ def documents(source: str) -> Iterator[str]:
 
 
 def _separated(source: str) -> Iterator[str]:
+    """Yield the documents of a text file, separated by zero bytes."""
     rest = ""
     with open(source, encoding="utf-8", newline="") as file:
         while chunk := file.read(CHUNK):
@@ -399,7 +402,8 @@ def _separated(source: str) -> Iterator[str]:
 
 
 def _fields(source: str) -> Iterator[str]:
-    """Yield the text of each row; "" for a null."""
+    """Yield the field ``text`` of each row; "" for null. Raises DataError if it is missing or not
+    text."""
     from datasets import load_dataset
 
     load = partial(load_dataset, split="train", streaming=True)
@@ -422,8 +426,9 @@ def _fields(source: str) -> Iterator[str]:
 
 
 def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE, digits apart, of
-    at most ``vocabulary`` entries, the 256 bytes and the special tokens counted in."""
+    """Learn a byte-level BPE with single digits and at most ``vocabulary`` entries (256 bytes and
+    special tokens included), and write ``tokenizer.json`` and ``tokenizer_config.json`` to
+    ``folder``."""
     tokenizer = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -446,8 +451,8 @@ def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
 
 
 def begin_with(token: int, folder: Path) -> None:
-    """Change the ``tokenizer.json`` of ``folder`` so that special tokens are the id ``token``
-    before each text, and nothing else; unchanged if they are that already."""
+    """Change ``tokenizer.json`` in ``folder`` so that the only special token that it adds is
+    ``token``, before each text; no change if that holds already."""
     path = str(folder / TOKENIZER)
     tokenizer = Tokenizer.from_file(path)
     plain, special = (tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True))
@@ -562,7 +567,7 @@ def _encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
 
 
 def _put_tokenizer(tokenizer: str | int, sources: Sequence[str], folder: Path) -> str:
-    """Write the tokenizer's files into ``folder``; return its name for records."""
+    """Copy or learn the tokenizer into ``folder``; return its name for records."""
     if isinstance(tokenizer, int):
         learn_tokenizer(chain.from_iterable(map(documents, sources)), tokenizer, folder)
         return f"learnt from the text, {tokenizer} entries"
@@ -577,8 +582,8 @@ def _put_tokenizer(tokenizer: str | int, sources: Sequence[str], folder: Path) -
 
 
 def _load(folder: Path, name: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer in ``folder``. What special tokens are called is text like any other if
-    it stands in a document."""
+    """Return the tokenizer in ``folder``. The names of special tokens within a document are encoded
+    as ordinary text."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nothing else runs in this process
     from transformers import PreTrainedTokenizerFast
 

@@ -60,7 +60,7 @@ class Step:
     """One optimizer step: forward and backward passes, the clipped gradient, the optimizer. It
     reads no number from the device, so that the device never waits.
 
-    A compiled step on one GPU is captured as a CUDA graph once it is warm, all but the optimizer:
+    A compiled step on one GPU is captured as a CUDA graph after its warm-up, all but the optimizer:
     launching its 1,500 kernels one by one takes longer than they do. The graph has the same
     kernels, and so the same bits.
     """
@@ -97,8 +97,8 @@ class Step:
         return results
 
     def _set_gradients(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Set the clipped gradients of the mean loss over ``rows``; return the loss and the norm
-        before clipping."""
+        """Set the parameters' gradients to the clipped gradients of the mean loss over ``rows``;
+        return the loss and the norm before clipping."""
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.processes.device)
         for part, batch in enumerate(rows):
@@ -110,7 +110,7 @@ class Step:
         return total, clip_grad_norm_(self.parameters.values(), self.recipe.optimizer.clip)
 
     def _replay(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Do as ``_set_gradients`` by a CUDA graph, which is captured by the first call."""
+        """Compute ``_set_gradients`` by a CUDA graph; the first call captures it."""
         if self._graph is None:
             self._rows, self._graph = [row.clone() for row in rows], torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
@@ -206,9 +206,11 @@ class Trainer:
                 self._began = time.monotonic()
 
     def _take(self, number: int, batches: Iterator[Tensor]) -> None:
+        """Take step ``number`` and keep its loss and gradient norm for the log."""
         self._values.append(torch.stack(self.step(number, batches)))
 
     def _append(self, kind: str, step: int, **values: float | int | None) -> None:
+        """Add a line to the log, in memory and in its file."""
         self.progress.log.append({"kind": kind, "step": step, **values})
         with self.run.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.progress.log[-1]) + "\n")
@@ -244,7 +246,8 @@ class Trainer:
         self._began = time.monotonic()
 
     def _require_sane(self, loss: float, norm: float) -> None:
-        """Raise TrainingError if the loss is not finite, or too far above the lowest."""
+        """Raise TrainingError if loss or gradient norm is not finite, or if the loss is more than
+        ``watch.diverged`` above the lowest."""
         step, lowest = self.progress.step, self.progress.lowest_loss
         if not (math.isfinite(loss) and math.isfinite(norm)):
             wrong = f"the loss is {loss}, the gradient's norm {norm}: training broke"
@@ -309,8 +312,8 @@ def _or_inf(loss: float | None) -> float:
 
 @contextmanager
 def joined(device: str) -> Iterator[PartialState]:
-    """Join the processes that torchrun or accelerate started, by their environment variables; one
-    process without them.
+    """Join the processes that torchrun or accelerate started, as their environment variables say,
+    and yield the state; a single process without them.
 
     Call it before anything is computed on a GPU: without a fixed workspace cuBLAS may sum in
     another order from one process to the next. Raises UnavailableError for a GPU that does not
@@ -366,11 +369,13 @@ def train_recipe(
 
 
 def run_name(normalizer: str, seed: int | str) -> str:
+    """Return the name of a run's folder."""
     return f"{normalizer}-seed{seed}"
 
 
 def _record(trainer: Trainer) -> Training:
-    """Return the record of a finished training; the main process writes it and the checkpoint."""
+    """Return the record of a finished training; the main process also writes the checkpoint and the
+    record."""
     run, progress, model = trainer.run, trainer.progress, trainer.model
     recipe, about = run.recipe, run.files.about
     losses = [line["loss"] for line in progress.log if line["kind"] == "step"]

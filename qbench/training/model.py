@@ -43,7 +43,8 @@ def checkpoint_config(
     eos: int | None = 2,
     pad: int | None = None,
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of a model of ``shape`` in flash-linear-attention's format."""
+    """Return the config.json, in flash-linear-attention's format, of a model of ``shape`` with this
+    attention function; bos, eos and pad are ids."""
     normalizer, gate = split_gate(normalizer)
     named = fla.IMPLEMENTATION_OF.get(normalizer)
     return {
@@ -100,8 +101,8 @@ PEAK = {"H200": 790e12, "H100": 757e12}
 
 
 def utilization(model: LlamaForCausalLM, context: int, speed: float, hardware: str) -> float | None:
-    """Return the share of its peak that one GPU reaches at ``speed`` tokens per second; None if the
-    peak of ``hardware``, a name, was not measured."""
+    """Return the share of the GPU's peak FLOP/s at ``speed`` tokens per second; None if the peak of
+    ``hardware``, a name, is not listed."""
     peak = next((rate for name, rate in PEAK.items() if name in hardware), None)
     return None if peak is None else speed * flops_per_token(model, context) / peak
 
@@ -215,7 +216,7 @@ def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
 
 
 def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
-    """Return AdamW over the trained parameters; vectors decay only if ``settings`` say so."""
+    """Return AdamW over ``parameters``; vectors decay only if ``settings`` say so."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decay = settings.weight_decay
     groups = [
@@ -253,8 +254,8 @@ def parallel_loss(
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Make torch's operators and compiled kernels give the same bits every time within the body, or
-    raise if they cannot; do nothing of it if ``enabled`` is False."""
+    """Make torch's operators and compiled kernels deterministic in the body, or raise if they
+    cannot be; with ``enabled`` False do nothing."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(enabled)
     torch.utils.deterministic.fill_uninitialized_memory = False  # none is read

@@ -88,6 +88,7 @@ class Shape(Strict):
 
     @model_validator(mode="after")
     def _agrees(self) -> Shape:
+        """Refuse heads that do not divide the width, and a context longer than the positions."""
         shared = self.kv_heads or self.heads
         if self.hidden % self.heads or self.hidden // self.heads % 2 or self.heads % shared:
             raise ValueError(
@@ -204,6 +205,7 @@ class TrainingRecipe(Strict):
     @field_validator("normalizers")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse unknown attention functions and gates."""
         for name in value:
             normalizer, plus, gate = name.partition("+")
             if normalizer not in NORMALIZERS or (plus and plus + gate not in GATES):
@@ -217,6 +219,7 @@ class TrainingRecipe(Strict):
     @field_validator("normalizers", "seeds")
     @classmethod
     def _once(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Refuse values that are listed twice."""
         for index, value in enumerate(values):
             if value in values[:index]:
                 raise ValueError(f"{value} is listed twice")
@@ -224,6 +227,7 @@ class TrainingRecipe(Strict):
 
     @model_validator(mode="after")
     def _has_parameters(self) -> TrainingRecipe:
+        """Refuse parameters that no listed attention function has."""
         functions = [split_gate(name)[0] for name in self.normalizers]
         parameters = [NORMALIZERS.get(name).parameters for name in functions]
         attributes = dict.fromkeys(parameter.attribute for each in parameters for parameter in each)
@@ -237,6 +241,7 @@ class TrainingRecipe(Strict):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainingRecipe:
+        """Refuse sizes of batch, context, tokens and watch that do not fit together."""
         if self.batch.tokens % self.model.context:
             raise ValueError(
                 f"batch.tokens {self.batch.tokens} must be a multiple of model.context "
@@ -261,7 +266,7 @@ class TrainingRecipe(Strict):
 
     @property
     def global_batch_size(self) -> int:
-        """The sequences of one step, over all devices."""
+        """Return the number of sequences of one step, over all devices."""
         return self.batch.tokens // self.model.context
 
     @property
@@ -269,14 +274,14 @@ class TrainingRecipe(Strict):
         return self.watch.length or min(512, self.model.context)
 
     def runs(self) -> list[tuple[str, int]]:
-        """Return (normalizer, seed) of every run, seed by seed, so that pairs are
-        complete early."""
+        """Return (normalizer, seed) of every run, seed by seed, so that pairs are complete
+        early."""
         return [(normalizer, seed) for seed in self.seeds for normalizer in self.normalizers]
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that determines the weights of a run but its attention function and
-        seed, for its record: the runs of a pair have it in common. How often a run is logged, saved
-        and evaluated changes no weight."""
+        """Return everything that determines a run's weights except attention function and seed, for
+        its record: the runs of a pair share it. How often a run is logged, saved and evaluated is
+        left out, since it changes no weight."""
         unsaid = () if self.model.parameters else ("parameters",)  # as before there were any
         settings = self.model_dump(
             mode="json",

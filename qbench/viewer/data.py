@@ -58,7 +58,7 @@ NO_TEXTS = (
 
 
 class WholeStore(Store):
-    """A store in which unreadable records count as missing; ``unreadable`` says why, by cell."""
+    """A store that treats unreadable records as missing; ``unreadable``: cell → reason."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -77,6 +77,7 @@ class WholeStore(Store):
 
 
 def unreadable(store: Store) -> Mapping[str, str]:
+    """Return cell → why its record cannot be read."""
     return store.unreadable if isinstance(store, WholeStore) else {}
 
 
@@ -97,7 +98,7 @@ class Results:
 
     @property
     def version(self) -> int:
-        """Return a number that changes when a file of the folder does."""
+        """Return a number that changes whenever a file of the folder changes."""
         folder = self.store.directory
         files = [folder / "grid.json", *(folder / "records").glob("*/*/*.json")]
         files += (folder / "analysis").rglob("*.json")
@@ -109,7 +110,7 @@ class Results:
 
     @property
     def ready(self) -> bool:
-        """Return whether intervals and tests are computed."""
+        """Return whether intervals and tests of the newest version are computed."""
         return self._begin().done()
 
     def comparison(self, *, wait: bool) -> Comparison:
@@ -126,7 +127,8 @@ class Results:
                 continue
 
     def _begin(self) -> Future[Comparison]:
-        """Return the comparison of the newest version, which the thread computes next."""
+        """Start to compute the comparison of the newest version in the thread; return its
+        future."""
         with self._lock:
             version = self.version
             if version != self._version:
@@ -138,7 +140,7 @@ class Results:
             return self._tested
 
     def _test(self) -> None:
-        """Compute comparisons until that of the newest version is there."""
+        """Compute comparisons, in the thread, until that of the newest version is done."""
         while True:
             with self._lock:
                 tested = self._tested
@@ -175,7 +177,7 @@ class Results:
 
 
 def index(results: Sequence[Results]) -> Json:
-    """Return the folders' names; folders of the same name get their paths below the common one."""
+    """Return the folders' names; if two are equal, their paths relative to the common folder."""
     paths = [folder.store.directory.resolve() for folder in results]
     names = [path.name for path in paths]
     if len({*names}) < len(names):
@@ -184,7 +186,7 @@ def index(results: Sequence[Results]) -> Json:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as strict JSON has it: numbers that are not finite become text or null."""
+    """Return ``value`` as strict JSON: numbers that are not finite become text or null."""
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -226,6 +228,8 @@ def overview(results: Results, comparison: Comparison) -> Json:
 
 
 def _in_more_words(comparison: Comparison) -> list[str]:
+    """Return notes below the verdict: on the trainings, and on checkpoints that were trained
+    once."""
     notes, once = training_notes(comparison), ", ".join(comparison.trained_once)
     if once and comparison.seeds:
         notes.append(f"Trained once, and so not over seeds: {once}. `qbench tables` compares it.")
@@ -233,6 +237,7 @@ def _in_more_words(comparison: Comparison) -> list[str]:
 
 
 def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
+    """Return a cell's row on the first page: names, status, size, audit error, time, KL by task."""
     record = comparison.records.get(cell.cell)
     status, reason = status_of(record)
     shown = {
@@ -267,7 +272,7 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
 
 
 def _kl(comparison: Comparison, cell: str) -> Json:
-    """Return the KL divergence over all tasks under the name ""; nothing before it is computed."""
+    """Return {"": KL divergence over all tasks, with its interval}; {} before it is computed."""
     if comparison.kl is None or cell not in comparison.kl.means:
         return {}
     interval = getattr(comparison.kl.cells[cell], "interval", None)  # of the logarithm
@@ -276,7 +281,8 @@ def _kl(comparison: Comparison, cell: str) -> Json:
 
 
 def _kl_of_task(kl: Divergence) -> Json:
-    """Return ``mean``, ``low`` and ``high`` of a task's KL: a normal 95 % interval of the log."""
+    """Return ``mean``, ``low`` and ``high`` of a task's KL divergence: the 95 % interval is normal
+    on its logarithm."""
     if kl.mean_stderr is None or not kl.mean_stderr < kl.mean:
         return {"mean": kl.mean, "low": None, "high": None}
     factor = math.exp(1.96 * kl.mean_stderr / kl.mean)
@@ -284,6 +290,7 @@ def _kl_of_task(kl: Divergence) -> Json:
 
 
 def _line(line: Row) -> Json:
+    """Return a row of scores with their intervals and effects, by checkpoint."""
     scores = {
         entry.checkpoint: {
             "status": entry.status,
@@ -298,6 +305,7 @@ def _line(line: Row) -> Json:
 
 
 def _seed_line(line: Row) -> Json:
+    """Return a row over seeds with means, intervals and effects, by group."""
     plain = {of: e.interval for of, e in line.scores.items() if e.kind == "difference"}
     scores = {
         group: {"status": "ok", "value": mean, **_ends(plain.get(group))}
@@ -311,6 +319,7 @@ LINE = ("task", "label", "metric", "higher_is_better", "percent", "ratio", "aggr
 
 
 def _measures(line: Row) -> Json:
+    """Return the fields that rows of scores and rows over seeds share: metric and effects."""
     return {
         **{name: getattr(line, name) for name in LINE},
         "metric_title": metric_title(line.metric),
@@ -319,11 +328,12 @@ def _measures(line: Row) -> Json:
 
 
 def _ends(interval: Interval | None) -> Json:
+    """Return ``low`` and ``high`` of an interval; {} without one."""
     return {} if interval is None else {"low": interval.low, "high": interval.high}
 
 
 def _effect(effect: Effect) -> Json:
-    """Return an effect; ``kind`` says whether numbers are in units of the score or logarithms of
+    """Return an effect as JSON; ``kind``: whether its numbers are in the score's units or log
     ratios."""
     names = ("kind", "estimate", "p", "p_holm", "mark", "documents")
     return {name: getattr(effect, name) for name in names} | _ends(effect.interval)
@@ -333,7 +343,7 @@ def _effect(effect: Effect) -> Json:
 
 
 def _record(store: Store, cell: int) -> Record:
-    """Return the record of the cell with this index. Raises IndexError if there is no such cell,
+    """Return the record of cell number ``cell``. Raises IndexError if there is no such cell,
     ResultsError if it has no record."""
     if cell < 0:
         raise IndexError(cell)
@@ -348,7 +358,7 @@ def _record(store: Store, cell: int) -> Record:
 
 
 def cell_page(store: Store, cell: int) -> Json:
-    """Return a record's fields, its flips, and the parts of its key by dotted names."""
+    """Return a record's fields, its flips, and its key as dotted name → value."""
     record = _record(store, cell)
     _, reason = status_of(record)
     page = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
@@ -369,8 +379,8 @@ def cell_page(store: Store, cell: int) -> Json:
 
 
 def documents(store: Store, cell: int, task: int) -> Json:
-    """Return the columns of outcomes and responses of one task of a cell, KL per document, and the
-    documents whose tokens the record has."""
+    """Return, for one task of a cell, the columns of outcomes and responses, KL per document, and
+    the documents whose tokens the record has."""
     record, name = _record(store, cell), _task(store, task)
     page: Json = {
         "cell": record.cell,
@@ -392,8 +402,8 @@ def documents(store: Store, cell: int, task: int) -> Json:
 
 
 def tokens(store: Store, cell: int, task: int, document: int) -> Json:
-    """Return the tokens of one document by sample: their texts, KL divergence, change of
-    log-probability, and whether both models' likeliest token is the same (None: not kept)."""
+    """Return, for one document, its tokens by sample: text, KL divergence, change of
+    log-probability, and whether both models' likeliest token is the same (None: not recorded)."""
     record, name = _record(store, cell), _task(store, task)
     rows = _tokens(store, record, name)
     assert rows is not None, "the page asks for documents with tokens only"
@@ -409,8 +419,8 @@ def tokens(store: Store, cell: int, task: int, document: int) -> Json:
 
 
 def _tokens(store: Store, record: Record, task: str) -> pd.DataFrame | None:
-    """Return the rows of divergences of a task, with the columns ``sample`` and ``agrees`` of
-    answers; None if the record holds none."""
+    """Return the divergences of a task, with the columns ``sample`` and ``agrees`` for answers;
+    None if the record has none."""
     if task == ANSWERS and ANSWERS in record.files:
         rows, _ = split_prompts(store.answers(record))
         return rows.assign(tokens=1)
@@ -421,19 +431,21 @@ def _tokens(store: Store, record: Record, task: str) -> pd.DataFrame | None:
 
 
 def _values(column: pd.Series, decimals: int = 4) -> list:
-    """Return the values of a column, numbers rounded and missing ones None."""
+    """Return the values of a column as a list, numbers rounded to ``decimals`` and missing ones
+    None."""
     rounded = column.round(decimals) if column.dtype.kind == "f" else column
     return rounded.astype(object).where(column.notna(), None).tolist()
 
 
 def _task(store: Store, task: int) -> str:
+    """Return the name of task number ``task``. Raises IndexError if there is none."""
     if task < 0:
         raise IndexError(task)
     return store.manifest().tasks[task]
 
 
 def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
-    """Return the columns of the rows of ``task``, values rounded to 0.0001; empty columns are left
+    """Return column → values of the rows of ``task``, rounded to 0.0001; empty columns are left
     out."""
     rows = table[table["task"] == task].drop(columns="task")
     return {name: _values(rows[name]) for name in rows if rows[name].notna().any()}
@@ -441,7 +453,7 @@ def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
 
 def task_texts(results: Results, task: int) -> Json:
     """Return, by document, the texts of its requests (context and continuation) and the right
-    answer; or why they are missing."""
+    answer; or the reason why they are missing."""
     name = _task(results.store, task)
     empty: Json = {"task": name, "texts": {}, "targets": {}}
     if name == ANSWERS and (prompts := _prompts(results.store)):
@@ -475,8 +487,8 @@ def _prompts(store: Store) -> dict[int, list[list[str]]]:
 
 
 def analysis(store: Store) -> Json:
-    """Return what `qbench analyze` measured; ``problems`` lists damaged files, and ``command``
-    makes the analysis."""
+    """Return the analyses ``cells`` and ``sensitivities``; ``problems``: a line per damaged file;
+    ``command``: the command that makes them."""
     folder = store.directory.name if store.directory.is_absolute() else store.directory
     parts: Json = {"problems": [], "command": f"qbench analyze RECIPE --out {folder}"}
     kinds = {

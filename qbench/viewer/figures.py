@@ -2,7 +2,7 @@
 the rest.
 
 Each function yields (file name without ending, figure). matplotlib lays them out; text stays text,
-and the same analyses give the same bytes.
+and equal analyses give equal bytes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def write_figures(results: AnalysisResults, folder: Path) -> list[Path]:
 
 
 def _figures(results: AnalysisResults) -> NamedFigures:
+    """Yield all figures that have data."""
     if results.cells:
         layers = {cell.cell: cell.measured.layers for cell in results.cells}
         yield from boxes([c for c in results.cells if layers[c.cell][0].hidden.quantiles])
@@ -80,11 +81,13 @@ def _figures(results: AnalysisResults) -> NamedFigures:
 
 
 def _panels(rows: int, columns: int = 1, *, height: float) -> tuple[Figure, NDArray]:
+    """Return a figure and its axes [rows, columns]; ``height`` in inches per row."""
     figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _label_layers(axes: Axes, label: str) -> None:
+    """Label the x axis with decoder layers and the y axis with ``label``."""
     axes.set_xlabel("decoder layer")
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     axes.set_ylabel(label)
@@ -92,7 +95,7 @@ def _label_layers(axes: Axes, label: str) -> None:
 
 
 def boxes(cells: Sequence[Analysis]) -> NamedFigures:
-    """Yield hidden activations after each decoder layer (the paper's figure 5): quartiles as
+    """Yield a figure of hidden states after each decoder layer (the paper's figure 5): quartiles as
     boxes, whiskers to the smallest and largest value, dashes at 0.1 % and 99.9 %."""
     if not cells:
         return

@@ -35,12 +35,12 @@ HEADERS = {
 
 
 def asset(name: str) -> str:
-    """Return the text of a file of the page."""
+    """Return the content of a file of the page."""
     return (files("qbench.viewer") / "static" / name).read_text()
 
 
 def encode(payload: object) -> str:
-    """Return strict JSON in which ``<`` is escaped, so that it can stand in a page."""
+    """Return ``payload`` as strict JSON with ``<`` escaped, so that it can be part of a page."""
     return json.dumps(payload, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -88,6 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SECONDS
 
     def do_GET(self) -> None:
+        """Answer a request: the page, its assets and data, only with our host name and the
+        token."""
         # Another site's page may reach this port by a name of its own: the host must be ours.
         hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         token, _, name = self.path.removeprefix("/").partition("?")[0].partition("/")
@@ -110,6 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "no such page")
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        """Send an answer with qbench's security headers."""
         content = text.encode(errors="replace")
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -149,8 +152,8 @@ def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
 
 
 def require_intact(store: Store) -> None:
-    """Raise ResultsError, with a line for each damaged file, unless all records, their tables and
-    the analyses are what was written."""
+    """Raise ResultsError, with a line per damaged file, unless all records, tables and analyses are
+    as they were written."""
     damaged = list(analysis(store)["problems"])
     for cell in store.manifest().cells:
         try:
