@@ -74,19 +74,16 @@ def gptq(source: Path, folder: Path, texts: list[str], *, group_size: int = 128)
 
 
 def awq(
-    source: Path, folder: Path, *, group_size: int = 32, cancel: bool = True, span: float = 1.0,
-    quiet: int = 0,
-) -> Path:  # fmt: skip
+    source: Path, folder: Path, *, group_size: int = 32, cancel: bool = True, span: float = 1.0
+) -> Path:
     """``source`` in AWQ's layout ("gemm"), factors of columns, exp(±``span``) at most, moved into
-    the norms before; unless they ``cancel``, one norm forgets them. The factors of the first
-    ``quiet`` columns are so small that some round to zeros."""
+    the norms before; unless they ``cancel``, one norm forgets them."""
     draw = torch.Generator().manual_seed(0)
     kept, found = load_file(source / "model.safetensors"), {}
     factors: dict[str, torch.Tensor] = {}
     for name, tensor in kept.items():
         if name.endswith("layernorm.weight"):
             factors[name] = (span * (torch.rand(len(tensor), generator=draw) * 2 - 1)).exp()
-            factors[name][:quiet] = torch.logspace(-4, -1, quiet)
             forgets = not cancel and name == "model.layers.1.input_layernorm.weight"
             found[name] = tensor if forgets else (tensor.float() / factors[name]).bfloat16()
     for name, tensor in kept.items():

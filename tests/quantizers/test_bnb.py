@@ -98,16 +98,3 @@ def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
     assert not any(m.support_avx512bf16_for_cpu for m in layers)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert check(model, settings("bnb-4bit", double_quant=True)).passed
-
-
-def test_weights_repacked_for_avx512_are_caught(tmp_path):
-    shape = {"hidden": 64, "intermediate": 128}  # which suit that packing
-    model = make(settings("bnb-4bit"), tmp_path, model=llama(**shape))
-    assert check(model, settings("bnb-4bit"), llama(**shape)).passed
-    module = model.get_submodule(LAYER)
-    module.weight.data, _ = functional._convert_weight_packed_for_cpu(
-        module.weight.data, module.weight.quant_state
-    )
-    report = check(model, settings("bnb-4bit"), llama(**shape))
-    assert not report.passed
-    assert any(problem.startswith(LAYER) for problem in report.problems)

@@ -1,8 +1,6 @@
 """LLM.int8's layers, which share the codes of an input, give what the library's own give."""
 
 import copy
-import gc
-import weakref
 
 import bitsandbytes
 import pytest
@@ -106,21 +104,6 @@ def test_codes_are_made_once_for_a_tensor_as_it_is(dtype, quantized):
     ):
         step()
         assert len(quantized) == count + (count == 4)
-
-
-@torch.no_grad()
-def test_codes_go_with_their_input(quantized):
-    layer, x = layer_of(), inputs(2, 5)
-    layer(x)
-    codes = weakref.ref(getattr(x, bnb.CODES)[2][0])
-    assert codes() is not None
-    del x
-    gc.collect()
-    assert codes() is None
-    for seed in range(20):  # tensors at the same address, with the same id
-        row = inputs(3, seed=seed)
-        assert torch.equal(layer(row), Librarys(layer)(row))
-        del row
 
 
 def test_a_tensor_that_counts_no_versions_is_always_quantized():

@@ -4,8 +4,13 @@ import pytest
 import torch
 from kv_cache_models import SCHEMES, SHAPE, ids, model_of
 from transformers import LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.errors import RecipeError
+from qbench.attention.masks import Mask
+from qbench.attention.quantized_kv import KV_CACHE
+from qbench.attention.transformers import attention_name
+from qbench.errors import RecipeError, UnavailableError
+from qbench.quantizers.fake_quant import KVFakeQuant
 from qbench.quantizers.registry import config_of, settings_of
 
 
@@ -48,6 +53,25 @@ def test_packed_texts_score_as_they_do_alone(scheme):
     packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
     assert_equal(packed[:, :13], model(first, use_cache=False).logits)
     assert_equal(packed[:, 13:], model(second, use_cache=False).logits)
+
+
+def test_masks_that_do_not_say_where_sequences_begin_are_refused():
+    parts = torch.randn(3, 1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
+    dense, padding = torch.ones(1, 1, 9, 9).bool().tril(), torch.ones(1, 9, dtype=torch.long)
+
+    def attend(mask, **options):
+        module = torch.nn.Module()
+        module.is_causal = True
+        setattr(module, KV_CACHE, KVFakeQuant(settings_of("kv-int3-token", options)))
+        function = ALL_ATTENTION_FUNCTIONS[attention_name("softmax", "reference", "cpu")]
+        return function(module, *parts, mask)[0]
+
+    torch.testing.assert_close(attend(dense), attend(None))
+    with pytest.raises(UnavailableError, match="a 4-D mask does not show"):
+        attend(dense, sink_tokens=2)
+    padding[0, 4] = 0
+    with pytest.raises(UnavailableError, match="has holes"):
+        attend(Mask(lambda: dense, padding=padding), sink_tokens=2)
 
 
 def test_scales_of_a_tensor_are_declared():

@@ -6,7 +6,6 @@ from kv_cache_models import SCHEMES, ids, model_of
 from qbench.attention import transformers as transformers_attention
 from qbench.attention.quantized_kv import KV_CACHE
 from qbench.quantizers import fake_quant as rounding
-from qbench.quantizers.audit import kv_cache as kv_audit
 from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.formats import QuantFormat
@@ -102,15 +101,6 @@ def test_one_scale_of_a_tensor_is_that_of_all_rows_and_tokens(name, sinks):
     for block in model.model.layers:
         block.input_layernorm.forward = lambda x: x
     assert measure_kv(model, quantizer, probe)[1] == []
-
-
-def test_a_model_that_states_no_context_is_measured_on_the_whole_probe(monkeypatch):
-    model = model_of("llama", "softmax", "token")
-    quantizer = config_of({"kv": SCHEMES["token"]}, compute_dtype="float32")
-    monkeypatch.setattr(kv_audit, "context_length", lambda config: None)
-    measured, problems = measure_kv(model, quantizer, ids(2, 40))
-    assert problems == []
-    assert measured.tokens == 40
 
 
 @pytest.mark.parametrize(

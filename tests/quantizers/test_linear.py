@@ -4,44 +4,13 @@ import copy
 
 import pytest
 import torch
-from quantizer_models import VOCABULARY, check, llama, make, settings
-from tiny import tiny_model
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from quantizer_models import check, llama, make, settings
+from tiny import SPARSE_KEYS, tiny_model
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import config_of
 from qbench.quantizers.config import matching
-from qbench.quantizers.linear import linears, matrices
-
-
-def test_experts_that_a_quantizer_does_not_reach_are_named_with_their_size(tmp_path):
-    """As if they had been left out without saying so."""
-    chosen, original = settings("rtn-4bit", ignore=("experts",)), tiny_model("mixtral")
-    made = make(chosen, tmp_path, model=tiny_model("mixtral"))
-    report = check(made, settings("rtn-4bit"), original)
-    experts = [m for m in matrices(original).values() if ".experts." in m.name]
-    assert len(experts) == 8  # two an expert
-    assert {m.name for m in experts} <= set(report.left_out)
-    weights = sum(m.weight.numel() for m in matrices(original).values())
-    left = sum(m.weight.numel() for m in experts)
-    assert report.coverage == pytest.approx(1 - left / weights, abs=0.01)
-    assert any("experts.0.gate_up_proj [" in problem for problem in report.problems)
-
-
-def test_every_parameter_of_two_dimensions_is_a_matrix_but_embeddings_norms_and_head():
-    model = tiny_model("mixtral")
-    others = {"model.embed_tokens", "lm_head"}
-    expected = {
-        n.removesuffix(".weight") for n, p in model.named_parameters() if p.dim() == 2
-    } - others
-    experts = {
-        f"{n.rpartition('.')[0]}.{expert}.{n.rpartition('.')[2]}"
-        for n, p in model.named_parameters()
-        for expert in range(4)
-        if p.dim() == 3
-    }
-    assert len(experts) == 8
-    assert set(matrices(model)) == expected | experts
+from qbench.quantizers.linear import linears
 
 
 def test_what_the_settings_ignore_stays_as_it_was(tmp_path):
@@ -82,14 +51,8 @@ def test_patterns_are_parts_of_names_or_whole_names_with_wildcards(pattern, expe
 def test_what_a_class_keeps_in_float32_stays_so(name, tmp_path):
     """The indexer of DeepSeek V3.2 casts its input to the dtype of ``weights_proj``: codes of a
     quantized weight would make whole numbers of it."""
-    config = DeepseekV32Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2, q_lora_rank=32,
-        kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
-        max_position_embeddings=64, index_n_heads=2, index_head_dim=32, index_topk=16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    original = DeepseekV32ForCausalLM(config).eval().requires_grad_(False)
+    sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "index_topk": 16}
+    original = tiny_model("deepseek_v32", **{**SPARSE_KEYS, **sizes})
     chosen = config_of(name, compute_dtype="float32")
     report = check(make(chosen, tmp_path, model=copy.deepcopy(original)), chosen, original)
     kept = [f"model.layers.{layer}.self_attn.indexer.weights_proj" for layer in (0, 1)]

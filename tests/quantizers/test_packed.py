@@ -28,21 +28,3 @@ def test_a_weight_inside_the_grid_moves_half_a_step_at_most(bits, symmetric, siz
     moved = ((codes - zero) * scale - weight).abs()
     assert inside.float().mean() > 0.5
     assert bool((moved <= scale * 0.5001)[inside].all())
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_a_group_of_zeros_stays_zero(symmetric):
-    weight = torch.zeros(2, 1, 8)
-    scale, zero = packed.grid(weight, 3, symmetric=symmetric)
-    assert bool(torch.isfinite(scale).all())
-    assert torch.equal((packed.nearest(weight, scale, zero, 3) - zero) * scale, weight)
-
-
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_zero_is_on_the_grid_of_a_group_of_one_sign(sign):
-    weight = sign * (5 + torch.rand(1, 1, 16, generator=draw()))
-    scale, zero = packed.grid(weight, 4, symmetric=False)
-    assert zero.item() in (0, 15)
-    assert bool(
-        ((packed.nearest(weight, scale, zero, 4) - zero) * scale - weight).abs().max() < 0.3
-    )
