@@ -1,6 +1,5 @@
 """Weights that come to the device block by block: the same numbers, read once for all batches."""
 
-import threading
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +12,6 @@ from qbench.cell import offload_policy
 from qbench.checkpoints.find import elements
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
-from qbench.quantizers import config_of, quantize
 from qbench.recipe import Recipe
 from qbench.store import Store
 from qbench.streaming import load_block, lockstep, stream, stream_of
@@ -124,14 +122,6 @@ def test_changes_to_a_block_are_forgotten_when_its_turn_is_over():
     layer.weight.data.zero_()
     load_block(model, "model.layers.2.mlp.up_proj.weight")
     assert torch.equal(layer.weight.data, before)
-
-
-def test_layers_of_a_streamed_model_are_quantized_one_after_the_other(monkeypatch):
-    threads = set()
-    monkeypatch.setattr(quantize, "load_block", lambda *_: threads.add(threading.current_thread()))
-    model, config = stream(tiny(), "cpu"), config_of("rtn-4bit:group_size=16")
-    quantize.make(model, config, None, lambda *_: None)
-    assert threads == {threading.main_thread()}
 
 
 def test_a_model_without_blocks_is_refused():

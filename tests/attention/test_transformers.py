@@ -7,8 +7,6 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     StaticCache,
@@ -157,22 +155,6 @@ def test_packed_sequences_equal_each_alone(model, ids, normalizer, how):
     torch.testing.assert_close(got[:6], logits(model, ids[:1, :6])[0], **TOLERANCE)
     torch.testing.assert_close(got[6:23], logits(model, ids[1:2])[0], **TOLERANCE)
     torch.testing.assert_close(got[23:], logits(model, ids[2:, :1])[0], **TOLERANCE)
-
-
-def test_sequences_that_cu_seq_lens_tell_apart_keep_their_sliding_window(ids):
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, vocab_size=97, initializer_range=0.3, sliding_window=5,
-    )  # fmt: skip
-    model = MistralForCausalLM(config).eval()
-    set_attention(model, normalizer="softpick")
-    edges = torch.tensor([0, 6, 17], dtype=torch.int32)
-    inputs = {"position_ids": torch.cat([torch.arange(6), torch.arange(11)])[None]}
-    inputs |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
-    inputs |= {"max_length_q": 11, "max_length_k": 11, "use_cache": False}
-    alone = [logits(model, part) for part in ids[:1].split([6, 11], 1)]
-    torch.testing.assert_close(logits(model, ids[:1], **inputs), torch.cat(alone, 1), **TOLERANCE)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -288,25 +287,6 @@ def test_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault():
         lm.loglikelihood([pair], disable_tqdm=True)
     with pytest.raises(EvaluationError, match="embeds 40"):
         generation.decode(model, [generation.Prompt(ids=[1, 2, 41], limit=1)])
-
-
-def test_a_step_that_cannot_be_captured_is_launched_and_the_record_says_why(monkeypatch):
-    """On a GPU; here capturing always fails."""
-
-    def fail(*_):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    model = llama()
-    prompts = [generation.Prompt(ids=[3 + i, 5, 7], limit=4) for i in range(3)]
-    expected = generation.decode(model, prompts)
-    monkeypatch.setattr(generation, "takes_graphs", lambda model: True)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(generation, "_capture_stream", lambda _: SimpleNamespace(wait_stream=fail))
-    monkeypatch.setattr(generation._Decoding, "_device_step", lambda run: None)
-    counts = Counts()
-    assert generation.decode(model, prompts, counts=counts) == expected
-    assert counts.graph_error == "operation not permitted when stream is capturing"
 
 
 def test_a_batch_that_does_not_fit_is_decoded_in_halves(monkeypatch):

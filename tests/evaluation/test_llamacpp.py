@@ -1,6 +1,5 @@
 """GGUF files in llama.cpp against the same weights in transformers."""
 
-import gc
 import json
 from types import SimpleNamespace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from loading import load_model
-from published_copies import DEMO, experts, gguf, interleaved, original, write_gguf
+from published_copies import DEMO, gguf, interleaved, original, write_gguf
 from small_recipe import qbench, small_recipe
 from tiny import tiny_model
 
@@ -19,7 +18,7 @@ from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
 from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
-from qbench.evaluation.llamacpp import LlamaCpp, load_library
+from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
 from qbench.quantizers import gguf_file, stored_bits
@@ -117,17 +116,6 @@ def test_what_is_kept_of_the_request_before_changes_nothing(files, tmp_path):
         assert torch.allclose(kept, expected, atol=1e-3)
 
 
-def test_its_memory_is_freed_when_a_cell_has_done_with_it(files, tmp_path, monkeypatch):
-    library = load_library()
-    freed, free = [], library.llama_model_free
-    monkeypatch.setattr(library, "llama_model_free", lambda model: freed.append(free(model)))
-    found = planned(tmp_path, files["F32"])
-    model = load(found.cell("base/copy"), found)
-    del model
-    gc.collect()
-    assert len(freed) == 1
-
-
 def test_a_file_is_a_column_like_any_other(files, tmp_path):
     columns = [
         {"name": "checkpoint", "path": str(path), "label": kind} for kind, path in files.items()
@@ -156,28 +144,6 @@ def test_a_file_is_a_column_like_any_other(files, tmp_path):
     assert records["Q4_0"].audit.bits_per_weight == 4.5
     assert all(record.audit.passed for record in records.values())
     assert records["Q8_0"].scoring.batching == "llama.cpp, one after another"
-
-
-def test_experts_are_scored_and_audited_one_by_one(tmp_path):
-    whole = experts("mixtral", tmp_path / "mixtral")
-    columns = [
-        {"name": "checkpoint", "path": str(gguf(whole, tmp_path / "m.gguf", kind)), "label": kind}
-        for kind in ("F32", "Q8_0", "Q4_0")
-    ]
-    recipe = small_recipe(tmp_path, checkpoints={"base": str(whole)},
-                          quantizers=["fp32", *columns])  # fmt: skip
-    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
-    records = {record.quantizer: record for record in Store(tmp_path / "out").records()}
-    kinds = ("F32", "Q8_0", "Q4_0")
-    losses = [records[kind].damage.tasks["demo_pages"].distributions.kl.mean for kind in kinds]
-    assert losses[0] < 1e-6 < losses[1] < losses[2]
-    routers = 1024 / 492_544  # of all weights; they stay as they are
-    bits = [records[kind].audit.size.bits_per_weight for kind in kinds]
-    assert bits == pytest.approx([n + (32 - n) * routers for n in (32, 8.5, 4.5)])
-    names = {one.name for one in records["Q4_0"].audit.modules}
-    assert {"model.layers.1.mlp.experts.3.gate_up_proj",
-            "model.layers.1.mlp.experts.3.down_proj"} <= names  # fmt: skip
-    assert all(record.audit.passed for record in records.values())
 
 
 def test_another_models_file_and_one_in_another_order_fail_their_audit(files, tmp_path):

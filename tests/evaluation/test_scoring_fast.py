@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from scoring_models import KINDS, choices, instance, llama, pages, scorer, text, tokenizer
+from scoring_models import KINDS, choices, llama, pages, scorer
 
 from qbench.attention.transformers import set_attention
 from qbench.errors import EvaluationError, UnavailableError
@@ -57,16 +57,6 @@ def test_the_size_of_a_pack_does_not_matter(batch_tokens, bos):
     assert_close(fast.loglikelihood(choices(11, seed=3), disable_tqdm=True), expected)
 
 
-def test_choices_share_their_context():
-    exact, fast = scorers(llama(), sample=0, max_length=200)
-    requests = [instance(text(1, 40), " " + text(k, 2), 0, k) for k in range(5)]
-    for lm in (exact, fast):
-        lm.loglikelihood(requests, disable_tqdm=True)
-    context = len(tokenizer().encode(text(1, 40)))
-    assert exact.report().tokens > 4 * context
-    assert fast.report().tokens < 2 * context
-
-
 @pytest.mark.parametrize("batch_tokens", [70, 200])
 def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens):
     """First rolling windows all have the prefix token for context; they share nothing else."""
@@ -86,13 +76,6 @@ def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens)
     group = packs_of(choices_, 500)[0].groups[0]
     assert len(group.prefix) == 9
     assert len(group.suffixes) == 12
-
-
-def test_the_model_has_its_own_attention_again_after_scoring():
-    model = softpick()
-    _, fast = scorers(model)
-    fast.loglikelihood(choices(3), disable_tqdm=True)
-    assert model.config._attn_implementation == "qbench-softpick-reference"
 
 
 def test_the_difference_from_exact_is_measured_and_reported():

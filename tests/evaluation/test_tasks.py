@@ -9,7 +9,7 @@ from datasets import Dataset
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation import evaluate
 from qbench.evaluation.evaluate import load_task
-from qbench.evaluation.tasks import definition_file, missing_module, plan_task, read_rows
+from qbench.evaluation.tasks import definition_file, plan_task, read_rows
 
 COPA = [
     {"premise": "The man lost his balance.", "choice1": "He fell.", "choice2": "He ran.",
@@ -262,11 +262,6 @@ def test_a_definition_that_lm_eval_cannot_use_is_named(tmp_path, old, new, words
     write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
     with pytest.raises(DataError, match=words):
         load_task(plan_task("mine", data=tmp_path, definitions=tmp_path))
-
-
-def test_a_part_that_an_installed_package_lacks_is_not_said_to_be_installed_by_pip():
-    said = missing_module("json.nothing")
-    assert "json.nothing, which the installed json does not have" in said
 
 
 def test_documents_from_elsewhere_have_the_digest_of_the_same_documents(tmp_path):

@@ -121,12 +121,27 @@ def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypa
     assert report.causality.moved > 100 * report.causality.tolerance
 
 
-def test_an_attention_that_sees_the_future_fails_the_cell():
-    model = llama()
+def see_the_future(model):
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
-    problems = check(model, parse("fp32")).problems
-    assert any(p.startswith("changing later tokens changes earlier logits") for p in problems)
+
+
+def see_other_rows(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda _, x, output: output + output.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("leak", "words"),
+    [
+        (see_the_future, "changing later tokens changes earlier logits"),
+        (see_other_rows, "changing the rest of a batch changes a row's logits"),
+    ],
+)
+def test_a_token_that_sees_later_ones_or_other_rows_fails_the_cell(leak, words):
+    model = llama()
+    leak(model)
+    (problem,) = [line for line in check(model, parse("fp32")).problems if "changing" in line]
+    assert problem.startswith(words)
 
 
 def test_clipping_is_measured(folder):

@@ -1,6 +1,5 @@
 """One step: the same start for every normalizer, one graph under torch.compile, no host numbers."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,23 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from qbench.training import model as training
 from qbench.training.data import Sequences, dataloader
 from qbench.training.loop import Step
 from qbench.training.model import Loss, initial_model
 from qbench.training.training_recipe import Shape, TrainingRecipe
 
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
-
-
-@pytest.fixture
-def dynamo(monkeypatch):
-    """Other tests do without, see conftest.py."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", False, raising=False)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def model(normalizer="softmax", seed=0, **options):
@@ -50,14 +38,6 @@ def test_the_padding_token_is_trained_too(pad):
     embeddings = one.get_input_embeddings()
     assert (embeddings.weight.grad[1:4].norm(dim=1) > 0).all()
     assert (embeddings.weight.norm(dim=1) > 0).all()
-
-
-def test_a_step_whose_attention_is_no_kernel_is_profiled_once(monkeypatch):
-    """The reference's, on a GPU."""
-    seen = SimpleNamespace(key_averages=list)
-    monkeypatch.setattr(training, "profile", lambda **_: nullcontext(seen))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert training.attention_kernels(lambda: None, torch.device("cuda")) == ["none"]
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified"])

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from qbench.errors import DataError, OutputError, RecipeError
+from qbench.errors import DataError, RecipeError
 from qbench.training.data import (
     documents,
     evaluation_ngrams,
@@ -115,17 +115,6 @@ def test_a_failure_leaves_no_folder_behind(tmp_path, tokenizer_folder):
             [str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer=str(tokenizer_folder),
         )  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
-def test_a_full_disk_is_told_in_a_line(tmp_path, tokenizer_folder, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("qbench.training.data._encoded", full)
-    source, out = separated(tmp_path), tmp_path / "out"
-    with pytest.raises(OutputError, match=r"out: cannot be written \(No space left on device\)"):
-        tokenize([str(source)], out, tokenizer=str(tokenizer_folder))
-    assert sorted(tmp_path.iterdir()) == [source]
 
 
 WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"

@@ -77,24 +77,6 @@ def test_scores_are_there_before_intervals(folder, monkeypatch):
     assert results.ready
 
 
-def test_a_folder_that_changes_often_is_compared_one_version_after_another(folder, monkeypatch):
-    begun, go_on, versions = [], threading.Event(), iter(range(99))
-
-    def slow(store, *, statistics=True):
-        begun.append(statistics)
-        if statistics:
-            go_on.wait(20)
-        return compare(store, statistics=False)
-
-    monkeypatch.setattr("qbench.viewer.data.compare", slow)
-    monkeypatch.setattr(Results, "version", property(lambda self: next(versions, 99)))
-    results = Results(WholeStore(folder))
-    assert not any(results.ready for _ in range(99))
-    go_on.set()
-    results.comparison(wait=True)
-    assert sum(begun) in (1, 2)
-
-
 def test_documents_and_tokens_are_the_record_s(folder):
     store = Store(folder)
     results = Results(WholeStore(folder))
