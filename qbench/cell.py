@@ -454,7 +454,7 @@ class _Evaluation:
         elif isinstance(self.observer, BaselineWriter):
             states = self.observer.hidden_states()
             self.observer.forget()
-        report, seconds = scorer.take_report(), time.perf_counter() - start
+        report, seconds = scorer.report(), time.perf_counter() - start
         return partial(self._judge, task, answered, divergences, states, report, seconds)
 
     def _judge(

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from qbench.evaluation.settings import merge_differences
 from qbench.machine import environment, peak_memory_gib, reset_peak_memory, synchronize
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress, SilentProgress
 from qbench.records import (
     Audit,
     Damage,
-    DifferenceFromExact,
     GroupScore,
     Record,
     ScoringReport,
@@ -61,26 +61,6 @@ def merge_reports(reports: Sequence[ScoringReport]) -> ScoringReport | None:
     ]:
         merged["difference_from_exact"] = merge_differences(compared)
     return reports[0].model_copy(update=merged)
-
-
-def merge_differences(differences: Sequence[DifferenceFromExact]) -> DifferenceFromExact:
-    """Return the differences between fast and exact scores over the samples of several tasks."""
-    requests = sum(difference.requests for difference in differences)
-
-    def mean(name: str) -> float:
-        total = sum(getattr(difference, name) * difference.requests for difference in differences)
-        return total / max(1, requests)
-
-    return DifferenceFromExact(
-        documents=sum(difference.documents for difference in differences),
-        requests=requests,
-        largest=max(difference.largest for difference in differences),
-        mean=mean("mean"),
-        largest_per_token=max(difference.largest_per_token for difference in differences),
-        mean_per_token=mean("mean_per_token"),
-        changed_answers=sum(difference.changed_answers for difference in differences),
-        samples=tuple(sample for difference in differences for sample in difference.samples),
-    )
 
 
 @dataclass(kw_only=True, slots=True)

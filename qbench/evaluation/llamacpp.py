@@ -16,10 +16,10 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_void_p
-from dataclasses import asdict
 from importlib import metadata, util
 from pathlib import Path
 from string import ascii_lowercase
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from qbench.evaluation.scoring.logits import (
     Observer,
     Projection,
 )
-from qbench.evaluation.scoring.scorer import Counts, Scorer, pinned_hflm, report
+from qbench.evaluation.scoring.scorer import Counts, Scorer, pinned_hflm
 from qbench.evaluation.settings import ScoringSettings
 from qbench.progress import Advance
 from qbench.records import ScoringReport
@@ -289,6 +289,8 @@ class LlamaCppScorer(Scorer):
     """An lm-eval language model over llama.cpp: log-likelihoods, rolling windows, greedy answers,
     and full logits for an observer."""
 
+    _batching = MappingProxyType({"batching": "llama.cpp, one after another"})
+
     def __init__(
         self,
         model: LlamaCpp,
@@ -306,18 +308,6 @@ class LlamaCppScorer(Scorer):
         self._progress, self._observer = progress, observer
         self._embedded, self._counts = model.vocabulary, Counts()
         self.fast = self.exact = None
-        self._rolling = {}
-        self._differences, self._exact_tasks, self._generated = [], {}, {}
-
-    def report(self) -> ScoringReport:
-        batching = "llama.cpp, one after another"
-        return report(
-            self.settings,
-            self.hflm,
-            rolling=self._rolling,
-            batching=batching,
-            **asdict(self._counts),
-        )
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return generate(
@@ -436,9 +426,6 @@ class ExternalScorer(LM):
         except (Exception, SystemExit) as error:  # of the runtime, whatever it is
             what = f"{type(self.model).__name__}.{kind}"
             raise EvaluationError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
-
-    def take_report(self) -> ScoringReport:
-        return self.report()
 
     def report(self) -> ScoringReport:
         return ScoringReport(

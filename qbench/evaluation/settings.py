@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,6 +11,7 @@ import pydantic.dataclasses
 from pydantic import ConfigDict, Field
 
 from qbench.checkpoints.find import Mode
+from qbench.records import DifferenceFromExact
 
 if TYPE_CHECKING:
     from qbench.records import SampleDifference, ScoringReport
@@ -107,6 +108,28 @@ def tolerance_violation(tolerance: Tolerance, report: ScoringReport | None) -> s
     samples = report.difference_from_exact.samples
     reasons = (sample_violation(tolerance, sample) for sample in samples)
     return next((reason for reason in reasons if reason), None)
+
+
+def merge_differences(differences: Sequence[DifferenceFromExact]) -> DifferenceFromExact:
+    """Return the differences between fast and exact scores over the samples of several tasks."""
+
+    def total(name: str) -> int:
+        return sum(getattr(difference, name) for difference in differences)
+
+    def mean(name: str) -> float:
+        parts = (getattr(difference, name) * difference.requests for difference in differences)
+        return sum(parts) / max(1, total("requests"))
+
+    return DifferenceFromExact(
+        documents=total("documents"),
+        requests=total("requests"),
+        largest=max((difference.largest for difference in differences), default=0.0),
+        mean=mean("mean"),
+        largest_per_token=max((each.largest_per_token for each in differences), default=0.0),
+        mean_per_token=mean("mean_per_token"),
+        changed_answers=total("changed_answers"),
+        samples=tuple(sample for difference in differences for sample in difference.samples),
+    )
 
 
 MODES: tuple[Mode, ...] = ("fast", "exact", "lm-eval")  # the fastest first

@@ -9,7 +9,7 @@ from scoring_models import KINDS, choices, llama, pages, scorer
 from qbench.attention.transformers import set_attention
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import Packing, Request
-from qbench.evaluation.scoring.scorer import compare, difference_from_exact
+from qbench.evaluation.scoring.scorer import compare
 from qbench.evaluation.settings import Tolerance, sample_violation
 
 
@@ -122,10 +122,10 @@ def test_a_bias_that_could_move_a_headline_fails(requests, amplifies, shift, fai
 def test_one_request_far_off_fails_whatever_the_mean_is():
     bounds = Tolerance(mean=0.1, largest=1.0)
     near = {"documents": range(50), "tokens": [2] * 50, "exact": [(-3.0, False)] * 50}
-    report = difference_from_exact([compare("t", fast=[(-3.1, False)] * 50, **near)])
+    report = compare("t", fast=[(-3.1, False)] * 50, **near)
     assert report.mean == pytest.approx(0.1)
     assert report.largest_per_token == pytest.approx(0.05)
-    found, _ = compare("t", fast=[(-3.0, False)] * 49 + [(-5.1, False)], **near)
+    (found,) = compare("t", fast=[(-3.0, False)] * 49 + [(-5.1, False)], **near).samples
     assert re.search(r"one request .*tolerance\.largest 1$", sample_violation(bounds, found))
 
 
@@ -135,10 +135,10 @@ def test_answers_that_change_fail_however_little_the_scores_differ():
     exact = [(-3.0, False), (-3.001, False)] * 20
     other = [(-3.0, False), (-2.999, False)]
     near = {"documents": documents, "tokens": [1] * 40, "exact": exact}
-    found, _ = compare("t", fast=other * 2 + exact[4:], **near)
+    (found,) = compare("t", fast=other * 2 + exact[4:], **near).samples
     assert found.changed_answers == 2
     assert sample_violation(bounds, found) is None
-    found, _ = compare("t", fast=other * 3 + exact[6:], **near)
+    (found,) = compare("t", fast=other * 3 + exact[6:], **near).samples
     assert re.search(
         r"3 of 20 answers changed.*tolerance\.changed 0\.1", sample_violation(bounds, found)
     )
@@ -189,8 +189,9 @@ def test_by_auto_they_are_exact_and_the_report_says_so(requests):
     assert answer(auto, requests) == expected
     assert answer(fast, requests) != expected
     (task,) = {one.task_name for one in requests}
-    assert "fast scoring differs from exact" in auto.report().exact_tasks[task]
-    assert auto.report().difference_from_exact.samples == ()
+    report = auto.report()
+    assert "fast scoring differs from exact" in report.exact_tasks[task]
+    assert report.difference_from_exact.samples == ()
     assert fast.report().exact_tasks == {}
 
 
@@ -211,8 +212,9 @@ def test_by_auto_only_the_task_that_is_beyond_is_exact(monkeypatch):
         if task == "a":
             assert answers == exact.loglikelihood(requests, disable_tqdm=True)
         assert kept.begun == (2 if task == "a" else 3)
-    assert list(auto.report().exact_tasks) == ["a"]
-    assert [one.task for one in auto.report().difference_from_exact.samples] == ["b"]
+    report = auto.report()
+    assert list(report.exact_tasks) == ["a"]
+    assert [one.task for one in report.difference_from_exact.samples] == ["b"]
 
 
 class Kept:

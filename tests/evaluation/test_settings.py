@@ -180,11 +180,11 @@ def test_samples_grow_until_a_bias_is_found_and_no_task_fails_by_chance(
 
 
 def test_bias_is_the_mean_over_documents_with_its_standard_error():
-    found, _ = compare(
+    (found,) = compare(
         "a", by_bias=True, documents=[0, 0, 1, 2], tokens=[1, 1, 2, 1],
         fast=[(-1.0, True), (-2.0, True), (-3.0, True), (-1.5, True)],
         exact=[(-1.2, True), (-1.8, True), (-2.4, True), (-1.2, False)],
-    )  # fmt: skip
+    ).samples  # fmt: skip
     # documents: (0.2 − 0.2) / 2, −0.6 / 2, −0.3
     assert found.bias_per_token == pytest.approx(-0.2)
     assert found.bias_stderr == pytest.approx(0.1)

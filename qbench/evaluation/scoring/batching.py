@@ -27,6 +27,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import EvaluationError
+from qbench.records import DifferenceFromExact
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,9 @@ class Counts:
     """What was scored or generated so far. ``tokens`` are those computed for log-likelihoods,
     padding included; ``truncated`` requests were longer than the context and lost their oldest
     tokens, ``truncated_shares`` are their shares by task; ``graph_error`` says why a step of
-    decoding could not be captured as a CUDA graph.
+    decoding could not be captured as a CUDA graph. ``rolling``: tasks that score whole texts.
+    ``differences`` of tasks scored fast; ``exact_tasks``: why others were scored exactly;
+    ``transformers_generation``: why a task's answers came from transformers.
     """
 
     requests: int = 0
@@ -106,6 +109,10 @@ class Counts:
     truncated_shares: dict[str, float] = field(default_factory=dict)
     halvings: int = 0
     graph_error: str | None = None
+    rolling: dict[str, None] = field(default_factory=dict)
+    differences: list[DifferenceFromExact] = field(default_factory=list)
+    exact_tasks: dict[str, str] = field(default_factory=dict)
+    transformers_generation: dict[str, str] = field(default_factory=dict)
 
     def add_requests(self, task: str, count: int, truncated: int, max_length: int) -> None:
         """Count the requests of a task, and how many of them were truncated. Raises EvaluationError

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -69,7 +69,12 @@ from qbench.evaluation.scoring.logits import (
     score_rows,
     to_device,
 )
-from qbench.evaluation.settings import ScoringSettings, sample_violation, undecided
+from qbench.evaluation.settings import (
+    ScoringSettings,
+    merge_differences,
+    sample_violation,
+    undecided,
+)
 from qbench.machine import peak_memory_gib, reset_peak_memory
 from qbench.progress import Advance
 from qbench.records import ANSWERS, DifferenceFromExact, SampleDifference, ScoringReport
@@ -134,15 +139,10 @@ class HFLMScorer(LM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return generate_by_hflm(self.hflm, requests, Counts())
 
-    def take_report(self) -> ScoringReport:
-        """Return how the scores since the last report were made, and start a new report."""
-        made = self.report()
-        self._rolling = {}
-        return made
-
     def report(self) -> ScoringReport:
-        """Return how the scores were made."""
-        return report(self.settings, self.hflm, rolling=self._rolling)
+        """Return how the scores since the last report were made, and start a new report."""
+        rolling, self._rolling = self._rolling, {}
+        return report(self.settings, self.hflm, rolling=rolling)
 
 
 def report(
@@ -199,6 +199,8 @@ class Scorer(LM):
     mode does not fit the model.
     """
 
+    _batching: Mapping[str, str] = {}  # in a report, if it is not that of the settings
+
     def __init__(
         self,
         model: Any,
@@ -234,10 +236,6 @@ class Scorer(LM):
         padded = PaddedForward(decoder, self._device)
         self.exact = Backend(batching=padding, forward=padded, exact=True)
         self.fast: Backend | None = None
-        self._differences: list[tuple[SampleDifference, np.ndarray]] = []  # of tasks scored fast
-        self._exact_tasks: dict[str, str] = {}
-        self._rolling: dict[str, None] = {}  # tasks that score whole texts
-        self._generated: dict[str, str] = {}  # why a task's answers came from transformers
         if settings.mode == "fast":
             right = padding if settings.shares_scales else replace(padding, window_batch_size=1)
             self._reference = Backend(batching=right, forward=padded, exact=True)
@@ -250,25 +248,13 @@ class Scorer(LM):
             self.fast = Backend(batching=batching, forward=forward, exact=False)
         reset_peak_memory(self._device.type)
 
-    def take_report(self) -> ScoringReport:
-        """Return how the scores since the last report were made, and start a new report."""
-        made = self.report()
-        self._counts, self._rolling = Counts(), {}
-        self._differences, self._exact_tasks, self._generated = [], {}, {}
-        return made
-
     def report(self) -> ScoringReport:
-        """Return how the scores were made."""
-        fast = self.settings.mode == "fast"
-        return report(
-            self.settings,
-            self.hflm,
-            rolling=self._rolling,
-            difference_from_exact=difference_from_exact(self._differences) if fast else None,
-            exact_tasks=dict(self._exact_tasks),
-            transformers_generation=dict(self._generated),
-            **asdict(self._counts),
-        )
+        """Return how the scores since the last report were made, and start a new report."""
+        counted, self._counts = asdict(self._counts), Counts()
+        differences = counted.pop("differences")
+        if self.settings.mode == "fast":
+            counted["difference_from_exact"] = merge_differences(differences)
+        return report(self.settings, self.hflm, **self._batching, **counted)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
         encoded = encode_pairs(
@@ -280,7 +266,7 @@ class Scorer(LM):
         return self.read(requests, to_requests((*pair, i) for i, pair in enumerate(encoded)))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        self._rolling |= {request.task_name: None for request in requests}
+        self._counts.rolling |= {request.task_name: None for request in requests}
         prefix_id, length = self.hflm.prefix_token_id, self.settings.max_length
         texts = encode_texts(
             self.hflm.tokenizer,
@@ -302,7 +288,8 @@ class Scorer(LM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         kwargs = [request.args[1] for request in requests]
         if reason := unsupported_by_slots(self.hflm.model, kwargs):
-            self._generated |= {request.task_name: reason for request in requests}
+            reasons = {request.task_name: reason for request in requests}
+            self._counts.transformers_generation |= reasons
             return generate_by_hflm(self.hflm, requests, self._counts)
         return generate(self.hflm, requests, progress=self._progress, counts=self._counts)
 
@@ -310,7 +297,7 @@ class Scorer(LM):
         """Return the tokens of the model's answer to each prompt, up to one of ``ends``."""
         model = self.hflm.model
         if reason := unsupported_by_slots(model, [{}]):
-            self._generated[ANSWERS] = reason
+            self._counts.transformers_generation[ANSWERS] = reason
             size = self.settings.batch_size
             return decode_by_transformers(model, prompts, ends=ends, batch_size=size)
         return decode(
@@ -359,7 +346,7 @@ class Scorer(LM):
                 return scores
             if not self.settings.fallback:
                 raise EvaluationError(reason)
-            self._exact_tasks[task] = reason
+            self._counts.exact_tasks[task] = reason
         return observed(self.exact)
 
     def _compare(
@@ -389,7 +376,7 @@ class Scorer(LM):
             added = [requests[i] for i in new]
             scores = self._score(self._reference, added, windows, Counts())
             exact |= dict(zip(new, scores, strict=True))
-            sample, off = compare(
+            difference = compare(
                 task,
                 documents=[documents[i] for i in indexes],
                 tokens=[requests[i].scored for i in indexes],
@@ -398,12 +385,13 @@ class Scorer(LM):
                 by_bias=self.settings.amplifies_rounding,
                 population=len(order),
             )
+            (sample,) = difference.samples
             if count >= len(order) or not undecided(self.settings.tolerance, sample):
                 break
             count *= 2
         if reason := sample_violation(self.settings.tolerance, sample):
             return f"{reason}; use scoring: exact or raise it"
-        self._differences.append((sample, off))
+        self._counts.differences.append(difference)
         return None
 
     def _score(
@@ -518,11 +506,11 @@ def compare(
     exact: Sequence[LogLikelihood],
     by_bias: bool = False,
     population: int | None = None,
-) -> tuple[SampleDifference, np.ndarray]:
-    """Compare ``fast`` with ``exact`` scores of a sample, one entry per request. Return the
-    summary, and the absolute differences in nats, by request and per scored token [2, N].
-    ``by_bias``: judge by the mean difference only. Raises EvaluationError for scores that are not
-    numbers."""
+) -> DifferenceFromExact:
+    """Compare ``fast`` with ``exact`` scores of a sample, one entry per request. With ``by_bias``
+    the sample is judged by its mean difference alone. Raises EvaluationError for scores that are
+    not numbers.
+    """
     if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
         raise EvaluationError(
             f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
@@ -540,7 +528,7 @@ def compare(
 
     bias = by_document["per_token"].mean()  # requests of a document go together
     rows = by_document.indices.values()
-    far = sample["per_token"].abs()
+    off, far = sample["off"].abs(), sample["per_token"].abs()
     difference = SampleDifference(
         task=task,
         documents=len(bias),
@@ -553,23 +541,5 @@ def compare(
         bias_stderr=bias.sem() if len(bias) > 1 else None,
         by_bias=by_bias,
     )
-    return difference, sample[["off", "per_token"]].abs().to_numpy().T
-
-
-def difference_from_exact(
-    compared: Sequence[tuple[SampleDifference, np.ndarray]],
-) -> DifferenceFromExact:
-    """Return the record's summary of what :func:`compare` gave for each task."""
-    samples = tuple(sample for sample, _ in compared)
-    absolute, per_token = np.concatenate([np.zeros((2, 0)), *(off for _, off in compared)], axis=1)
-    count = max(1, len(absolute))
-    return DifferenceFromExact(
-        documents=sum(sample.documents for sample in samples),
-        requests=len(absolute),
-        largest=float(absolute.max(initial=0.0)),
-        mean=float(absolute.sum()) / count,
-        largest_per_token=float(per_token.max(initial=0.0)),
-        mean_per_token=float(per_token.sum()) / count,
-        changed_answers=sum(sample.changed_answers for sample in samples),
-        samples=samples,
-    )
+    shared = difference.model_dump(include={*DifferenceFromExact.model_fields} - {"samples"})
+    return DifferenceFromExact(largest=off.max(), mean=off.mean(), samples=(difference,), **shared)
