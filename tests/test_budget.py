@@ -7,9 +7,11 @@ import json
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from loading import load_model
+from published_copies import copy_of, original
 from small_recipe import DEMO, qbench
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,12 +36,13 @@ from qbench.quantizers.linear import linears
 from qbench.quantizers.registry import config_of
 from qbench.recipe import Recipe
 from qbench.statistics import Missing
+from qbench.store import Store
 
 OPTIONS = (
     "--checkpoint", f"m={DEMO / 'softpick'}", "--data", DEMO / "data", "--definitions",
     DEMO / "tasks", "--calibration", DEMO / "calibration.jsonl", "--calibration-samples", 12,
     "--calibration-length", 64, "--tasks", "demo_choice,demo_pages", "--limit", 3, "--dtype",
-    "float32", "--texts", 4, "--device", "cpu",
+    "float32", "--device", "cpu", "--texts", 4,
 )  # fmt: skip
 
 
@@ -238,6 +241,52 @@ def test_a_peer_may_be_the_best_uniform_column(tmp_path):
     results = json.loads((tmp_path / "budget.json").read_text())
     assert results["certificates"][0]["other"] == "bnb-4bit"
     assert [each["other"] for each in results["peers"]] == ["bnb-4bit"]
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """Return quantized copies of the bundled softmax model by label: of 8 bits, and of 4."""
+    folder = tmp_path_factory.mktemp("copies")
+    whole = original(folder / "whole")
+    return {name: copy_of(whole, name, folder / name) for name in ("fp8", "gptq")}
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("run", ("--quantizers", "bf16,rtn-3bit")),
+        ("budget", ("--methods", "rtn-3bit,rtn-8bit", "--bits", 4, "--length", 16, "--texts", 2)),
+    ],
+)
+def test_a_copy_that_exists_is_a_peer_on_the_same_documents(command, options, copies, tmp_path):
+    named = [x for label, path in copies.items() for x in ("--quantized", f"{label}={path}")]
+    assert qbench(command, "--checkpoint", f"m={DEMO / 'softmax'}", *OPTIONS[2:-2], "--dtype",
+                  "bfloat16", "--limit", 10, *named, *options, "--out", tmp_path) == 0  # fmt: skip
+    store = Store(tmp_path)
+    columns = {
+        record.quantizer: store.divergences(record).groupby(["task", "document"])
+        for record in store.records()
+        if record.quantized
+    }
+    means = {
+        name: rows.apply(lambda each: np.average(each["kl"], weights=each["tokens"]))
+        for name, rows in columns.items()
+    }
+    assert list(means)[-2:] == ["fp8", "gptq"]
+    assert all(each.index.equals(means["gptq"].index) for each in means.values())
+    bits = {record.quantizer: record.audit.size.bits_per_weight for record in store.records()}
+    assert bits["fp8"] == pytest.approx(8, abs=0.1)
+    assert bits["gptq"] == pytest.approx(4.5, abs=0.5)
+    if command == "run":
+        return
+    peers = json.loads((tmp_path / "budget.json").read_text())["peers"]
+    assert [(each["mix"], each["other"]) for each in peers] == [("mix-4", n) for n in copies]
+    for each in peers:
+        label = each["other"]
+        assert each["other_bits"] == bits[label]
+        assert each["documents"] == len(means["gptq"]) >= 20
+        assert each["ratio"] == pytest.approx(means["mix-4"].mean() / means[label].mean())
 
 
 @pytest.mark.slow  # ten seconds; test_mixed has the cells
