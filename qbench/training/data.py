@@ -14,7 +14,6 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
@@ -317,47 +316,41 @@ BATCH = 1024  # documents
 STRIDE, HELD_OUT = 50, 200_000  # one document in 50 is held out, up to so many tokens
 
 
-def _words(text: str) -> list[str]:
-    """Return the words of ``text`` in lower case."""
-    return [word.lower() for word in WORD.findall(text)]
-
-
-def _ngrams(words: list[str]) -> Iterator[tuple[int, int]]:
-    """Yield (index of the first word, hash) of each 13-gram."""
+def _ngrams(words: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield the index of its first word and the hash of each 13-gram of ``words``, in any case."""
     for start in range(len(words) - NGRAM + 1):
-        yield start, hash(tuple(words[start : start + NGRAM]))
+        yield start, hash(" ".join(words[start : start + NGRAM]).lower())
 
 
 def evaluation_ngrams(folder: Path) -> set[int]:
-    """Return the hashes of all 13-grams of words in the JSON Lines files below ``folder``. Raises
-    DataError if there are none."""
+    """Return the hashes of all 13-grams of words in the strings of the JSON Lines files below
+    ``folder``. Raises DataError if there are none."""
     files = sorted(folder.rglob("*.jsonl"))
     if not files:
         raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
-    rows = (row for path in files for row in read_rows(path)[0])
-    texts = (text for row in rows for text in _texts(row.fields))
-    return {ngram for text in texts for _, ngram in _ngrams(_words(text))}
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _texts(part)
+    values: list[Any] = [row.fields for path in files for row in read_rows(path)[0]]
+    ngrams: set[int] = set()
+    while values:
+        match values.pop():
+            case str(text):
+                ngrams.update(ngram for _, ngram in _ngrams(WORD.findall(text)))
+            case dict(fields):
+                values += fields.values()
+            case list(parts):
+                values += parts
+    return ngrams
 
 
 def without_shared(text: str, ngrams: set[int]) -> tuple[str, int]:
     """Return ``text`` without the lines that contain a word of a 13-gram in ``ngrams`` (which may
     span lines), and how many lines were left out."""
     lines = text.split("\n")
-    words = [(word, number) for number, line in enumerate(lines) for word in _words(line)]
+    places = [number for number, line in enumerate(lines) for _ in WORD.findall(line)]
     shared = {
         number
-        for start, ngram in _ngrams([word for word, _ in words])
+        for start, ngram in _ngrams(WORD.findall(text))
         if ngram in ngrams
-        for _, number in words[start : start + NGRAM]
+        for number in places[start : start + NGRAM]
     }
     kept = (line for number, line in enumerate(lines) if number not in shared)
     return "\n".join(kept), len(shared)
@@ -392,7 +385,7 @@ def documents(source: str) -> Iterator[str]:
 
 
 def _separated(source: str) -> Iterator[str]:
-    """Yield the documents of a text file, separated by zero bytes."""
+    """Yield the parts of a text file between zero bytes."""
     rest = ""
     with open(source, encoding="utf-8", newline="") as file:
         while chunk := file.read(CHUNK):
@@ -402,27 +395,28 @@ def _separated(source: str) -> Iterator[str]:
 
 
 def _fields(source: str) -> Iterator[str]:
-    """Yield the field ``text`` of each row; "" for null. Raises DataError if it is missing or not
-    text."""
+    """Yield the text of each row of JSON Lines, Parquet or the hub; "" for a null."""
+    for number, fields in enumerate(_rows(source), start=1):
+        text = fields.get("text", 0)
+        if not isinstance(text, str | None):
+            raise DataError(
+                f"{source}:{number}: no text in the field 'text', but there are "
+                f"{', '.join(fields)}; rename the field that holds the text"
+            )
+        yield text or ""
+
+
+def _rows(source: str) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset
 
     load = partial(load_dataset, split="train", streaming=True)
-    with ExitStack() as stack:
-        if match := HUB_SOURCE.fullmatch(source):
-            rows = load(match[1], match[3], revision=match[2])
-        elif source.endswith(".parquet"):
-            rows = load("parquet", data_files=source)
-        else:
-            file = stack.enter_context(open(source, encoding="utf-8"))
-            rows = (row.fields for row in parse_rows(source, file))
-        for number, fields in enumerate(rows, start=1):
-            text = fields.get("text", 0)
-            if not isinstance(text, str | None):
-                raise DataError(
-                    f"{source}:{number}: no text in the field 'text', but there are "
-                    f"{', '.join(fields)}; rename the field that holds the text"
-                )
-            yield text or ""
+    if match := HUB_SOURCE.fullmatch(source):
+        yield from load(match[1], match[3], revision=match[2])
+    elif source.endswith(".parquet"):
+        yield from load("parquet", data_files=source)
+    else:
+        with open(source, encoding="utf-8") as file:
+            yield from (row.fields for row in parse_rows(source, file))
 
 
 def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
@@ -494,8 +488,7 @@ def tokenize(
     most, left_out = most_tokens or math.inf, 0
     clean_temporaries(out.parent)
     with new_folder(out) as folder:
-        name = _put_tokenizer(tokenizer, sources, folder)
-        fast = _load(folder, name)
+        name, fast = _tokenizer(tokenizer, sources, folder)
         special = {part: getattr(fast, f"{part}_token_id") for part in ("bos", "eos", "pad")}
         for part, used in {"bos": bos, "eos": eos}.items():
             if used and special[part] is None:
@@ -507,10 +500,8 @@ def tokenize(
         dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
         read: list[TextSource] = []
         tokens, count = Counter[str](), Counter[str]()  # of each part
-        with ExitStack() as stack:
-            files = {
-                part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS
-            }
+        paths = {part: folder / f"{part}.bin" for part in PARTS}
+        with paths["train"].open("wb") as train, paths["held_out"].open("wb") as held_out:
 
             def texts(source: str) -> Iterator[str]:
                 nonlocal left_out
@@ -531,7 +522,7 @@ def tokenize(
                     hold_out = number % STRIDE == 0 and tokens["held_out"] < HELD_OUT
                     part = "held_out" if hold_out else "train"
                     row = np.asarray([*begin, *encoded, *end], dtype)
-                    files[part].write(row.tobytes())
+                    (held_out if hold_out else train).write(row.tobytes())
                     tokens[part] += len(row)
                     count[part] += 1
                     progress(number + 1, tokens["train"])
@@ -544,10 +535,9 @@ def tokenize(
         if not tokens["train"]:
             raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
         arrays = {
-            part: TokenArray(tokens=tokens[part], documents=count[part],
-                             sha256=file_digest(folder / f"{part}.bin"))
-            for part in PARTS
-        }  # fmt: skip
+            part: TokenArray(tokens=tokens[part], documents=count[part], sha256=file_digest(path))
+            for part, path in paths.items()
+        }
         about = AboutTokens(
             dtype="uint16" if dtype.itemsize == 2 else "uint32", vocabulary=size, **special,
             bos_of_documents=bos, eos_of_documents=eos, tokenizer=name,
@@ -566,32 +556,30 @@ def _encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
             yield encoding.ids
 
 
-def _put_tokenizer(tokenizer: str | int, sources: Sequence[str], folder: Path) -> str:
-    """Copy or learn the tokenizer into ``folder``; return its name for records."""
-    if isinstance(tokenizer, int):
-        learn_tokenizer(chain.from_iterable(map(documents, sources)), tokenizer, folder)
-        return f"learnt from the text, {tokenizer} entries"
-    path = Path(tokenizer).expanduser()
-    if path.is_dir():
+def _tokenizer(
+    given: str | int, sources: Sequence[str], folder: Path
+) -> tuple[str, PreTrainedTokenizerFast]:
+    """Write the tokenizer's files into ``folder``; return its name for records, and the tokenizer,
+    to which the name of a special token in a document is text like any other."""
+    if isinstance(given, int):
+        learn_tokenizer(chain.from_iterable(map(documents, sources)), given, folder)
+        name = f"learnt from the text, {given} entries"
+    elif (path := Path(given).expanduser()).is_dir():
         copy_tokenizer(path, folder)
-        return path.resolve().name
-    if not HUB_ID.fullmatch(tokenizer):
-        raise RecipeError(f"--tokenizer {tokenizer}: no such folder, and not a hub id (owner/name)")
-    copy_tokenizer(hub.snapshot(tokenizer, None, READ), folder)
-    return tokenizer
-
-
-def _load(folder: Path, name: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer in ``folder``. The names of special tokens within a document are encoded
-    as ordinary text."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nothing else runs in this process
-    from transformers import PreTrainedTokenizerFast
-
+        name = path.resolve().name
+    elif HUB_ID.fullmatch(given):
+        copy_tokenizer(hub.snapshot(given, None, READ), folder)
+        name = given
+    else:
+        raise RecipeError(f"--tokenizer {given}: no such folder, and not a hub id (owner/name)")
     if not (folder / TOKENIZER).is_file():
         raise DataError(
             f"--tokenizer {name}: it has no {TOKENIZER}; write one with transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nothing else runs in this process
+    from transformers import PreTrainedTokenizerFast
+
     try:
         fast = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # whatever a broken file makes of the libraries
@@ -599,4 +587,4 @@ def _load(folder: Path, name: str) -> PreTrainedTokenizerFast:
     fast.backend_tokenizer.encode_special_tokens = True
     fast.backend_tokenizer.no_truncation()
     fast.backend_tokenizer.no_padding()
-    return fast
+    return name, fast
