@@ -309,52 +309,51 @@ class Plan:
 
     @property
     def manifest(self) -> RunManifest:
-        """Return the run's manifest: recipe, checkpoints with sources, quantizers, tasks and
-        cells."""
+        """Return the manifest of the run of all cells."""
+        return self.manifest_of([cell.name for cell in self.cells])
+
+    def manifest_of(self, names: Collection[str]) -> RunManifest:
+        """Return the manifest of a run of the cells ``names``, with their checkpoints and
+        quantizers."""
+        recipe = self.recipe
+        cells = tuple(cell.grid_cell for cell in self.cells if cell.name in names)
+        checkpoints = tuple(dict.fromkeys(cell.checkpoint for cell in cells))
+        labels = {cell.quantizer for cell in cells}
+        groups = {
+            group: tuple(name for name in members if name in checkpoints)
+            for group, members in recipe.replicates.items()
+        }
         return RunManifest(
-            name=self.recipe.name,
-            checkpoints=tuple(self.recipe.checkpoints),
-            limit=self.recipe.evaluation.limit,
-            primary=self.recipe.primary,
+            name=recipe.name,
+            checkpoints=checkpoints,
+            limit=recipe.evaluation.limit,
+            primary=recipe.primary,
             hub_ids={
                 name: source.path
-                for name, source in self.recipe.checkpoints.items()
+                for name, source in recipe.checkpoints.items()
                 if not os.path.isabs(source.path)  # the recipe makes folders absolute
             },
-            sources={name: self._source(name) for name in self.recipe.checkpoints},
-            data="the hub" if self.recipe.data is None else short_path(self.recipe.data),
-            quantizers=tuple(column.label for column in self.recipe.quantizers),
+            sources={name: self.source(name) for name in recipe.checkpoints},
+            data=self.data,
+            quantizers=tuple(c.label for c in recipe.quantizers if c.label in labels),
             tasks=tuple(task.name for task in self.tasks),
             skipped=self.skipped,
-            cells=tuple(cell.grid_cell for cell in self.cells),
-            replicates=self.recipe.replicates,
+            cells=cells,
+            replicates={group: members for group, members in groups.items() if members},
         )
 
-    def _source(self, name: str) -> str:
+    @property
+    def data(self) -> str:
+        """Return the folder of the tasks' documents, or "the hub"."""
+        return "the hub" if self.recipe.data is None else short_path(self.recipe.data)
+
+    def source(self, name: str) -> str:
         """Return a checkpoint's folder, or its hub id with the commit, else the revision."""
         source = self.recipe.checkpoints[name]
         folders = [cell.checkpoint.folder for cell in self.cells if cell.checkpoint_name == name]
         commits = [folder.name[:12] for folder in folders if folder.parent.name == "snapshots"]
         revision = next(iter(commits), source.revision)
         return f"{short_path(source.path)}{f' @ {revision}' if revision else ''}"
-
-    def manifest_of(self, names: Collection[str]) -> RunManifest:
-        """Return the manifest reduced to the cells ``names``, their checkpoints and quantizers."""
-        manifest = self.manifest
-        cells = tuple(cell for cell in manifest.cells if cell.cell in names)
-        checkpoints = tuple(dict.fromkeys(cell.checkpoint for cell in cells))
-        quantizers = {cell.quantizer for cell in cells}
-        groups = {
-            group: tuple(name for name in members if name in checkpoints)
-            for group, members in manifest.replicates.items()
-        }
-        changes = {
-            "cells": cells,
-            "checkpoints": checkpoints,
-            "quantizers": tuple(name for name in manifest.quantizers if name in quantizers),
-            "replicates": {group: members for group, members in groups.items() if members},
-        }
-        return manifest.model_copy(update=changes)
 
     def cell(self, name: str) -> Cell:
         """Return the cell called ``<checkpoint>/<quantizer label>``."""

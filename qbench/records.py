@@ -548,7 +548,9 @@ class CellKey(RecordModel):
         return f"{self.checkpoint}/{self.quantizer}"
 
 
-class _QuantizedCell(CellKey):
+class GridCell(CellKey):
+    """One cell of a run: its checkpoint and quantizer, and the key of its record."""
+
     method: Line  # of quantization, e.g. "gptq"; "none" for unquantized cells
     title: Line  # the method as tables write it, e.g. "GPTQ"
     precision: Precision
@@ -558,7 +560,7 @@ class _QuantizedCell(CellKey):
         return self.precision.quantized
 
 
-class CellRecord(_QuantizedCell):
+class CellRecord(GridCell):
     """The fields of every record of a cell. ``key`` is the hash of ``key_parts``."""
 
     schema_version: int = SCHEMA_VERSION
@@ -633,10 +635,6 @@ class TaskRecord(CellKey):
     damage: TaskDamage | None = None  # None if it was not measured
     seconds: float
     files: dict[TableName, StoredTable] = Field(default_factory=dict)
-
-
-class GridCell(_QuantizedCell):
-    """One cell of a run: its checkpoint and quantizer, and the key of its record."""
 
 
 class RunManifest(RecordModel):

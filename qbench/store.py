@@ -310,10 +310,6 @@ class Records(Generic[R]):
         ``suffix``."""
         return self._cells / cell.cell / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
-    def log(self, cell: CellKey) -> Path:
-        """Return the path of the log of ``cell``, which takes the output of libraries."""
-        return self.path(cell, ".log")
-
     def lock_file(self, cell: CellKey) -> Path:
         """Return the path of the lock of ``cell``; its folder exists."""
         path = self.path(cell, ".lock")

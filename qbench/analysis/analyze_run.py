@@ -177,7 +177,7 @@ def analyze_if_needed(
 
                 compute(result)
 
-            error = attempt(work, analyses.log(cell.grid_cell), plan.device)
+            error = attempt(work, analyses.path(cell.grid_cell, ".log"), plan.device)
             record = result.put("failed" if error else "ok", error)
             progress.log(_summary(record), "bold red" if record.status == "failed" else "")
             return record

@@ -202,7 +202,7 @@ def run(
     if broken:
         cells_failed = some([record.cell for record in broken])
         what = "failed" if any(record.status == "failed" for record in broken) else "lack a task"
-        log = Store(launcher.out).log(broken[0])
+        log = Store(launcher.out).path(broken[0], ".log")
         said = f"; what libraries said of the first: {log}" if log.is_file() else ""
         complain(
             f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{said}"

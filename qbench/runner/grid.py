@@ -293,7 +293,7 @@ def run(
             result.bad_input = True
             raise
 
-    return result.save(store, attempt(work, store.log(cell.grid_cell), plan.device))
+    return result.save(store, attempt(work, store.path(cell.grid_cell, ".log"), plan.device))
 
 
 def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
@@ -306,7 +306,7 @@ def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
 
         module.quantize_ahead(cell, plan, cache)
 
-    attempt(work, Store(out).log(cell.grid_cell), plan.device)
+    attempt(work, Store(out).path(cell.grid_cell, ".log"), plan.device)
 
 
 def find_kept(cell: Cell, cache: Path) -> tuple[Record, dict[Table, bytes]] | None:

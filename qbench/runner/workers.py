@@ -43,27 +43,6 @@ LONGEST_FOLDER = 70  # bytes of the path of temporary files
 _starting = threading.Lock()
 
 
-def start_forkserver(processes: int) -> None:
-    """Start the fork server, which imports what workers need in the background. ``processes`` is
-    the number of workers that share the cores."""
-    with interrupts_blocked(), _share_of_cores(processes):  # in its children too
-        get_context("forkserver").set_forkserver_preload([PRELOAD])
-        forkserver.ensure_running()
-
-
-def start_tracker() -> None:
-    """Start Python's resource tracker, which frees the locks of ended processes, without its
-    warnings: it would warn of each killed worker."""
-    with _environment("PYTHONWARNINGS", "ignore:resource_tracker"):
-        resource_tracker.ensure_running()
-
-
-def _share_of_cores(processes: int) -> AbstractContextManager[None]:
-    """Give a process that starts in the body its share of the cores: too many threads slow each
-    other down."""
-    return _environment("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-
-
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     """Set an environment variable for processes started in the body, unless the user set it."""
@@ -111,14 +90,21 @@ class Workers(Executor):
         # path of the fork server's socket has at most 107 bytes
         short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
         self._forked = sys.platform == "linux" and device == "cpu" and short
-        start_tracker()
-        if self._forked:
-            start_forkserver(len(slots))
+        # too many threads slow each other down: a process, and its children, have a share of cores
+        cores = max(1, (os.cpu_count() or 1) // len(slots))
+        share = partial(_environment, "OMP_NUM_THREADS", str(cores))
+        # Python's process that frees locks of ended ones would warn of each killed worker
+        with _environment("PYTHONWARNINGS", "ignore:resource_tracker"):
+            resource_tracker.ensure_running()
+        if self._forked:  # the fork server imports in the background what workers need
+            with interrupts_blocked(), share():
+                get_context("forkserver").set_forkserver_preload([PRELOAD])
+                forkserver.ensure_running()
         self._ended = threading.Event()
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         method = "forkserver" if self._forked else "spawn"
         gpus = slots if device == "cuda" else [None] * len(slots)
-        self._slots = [_Slot(gpu, method, self._ended, len(slots)) for gpu in gpus]
+        self._slots = [_Slot(gpu, method, self._ended, share) for gpu in gpus]
         for slot in self._slots:
             self._free.put(slot)
         self._threads = Threads(len(slots), thread_name_prefix="slot")
@@ -150,13 +136,14 @@ class Workers(Executor):
 
 
 class _Slot:
-    """A pool of one process, replaced when the process dies; ``processes`` share the cores."""
+    """A pool of one process, replaced when the process dies. ``share`` is the context in which
+    it starts."""
 
     def __init__(
-        self, gpu: int | None, method: str, ended: threading.Event, processes: int
-    ) -> None:
-        self._gpu, self._method, self._ended = gpu, method, ended
-        self._share = partial(_share_of_cores, processes)
+        self, gpu: int | None, method: str, ended: threading.Event,
+        share: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._gpu, self._method, self._ended, self._share = gpu, method, ended, share
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
 
