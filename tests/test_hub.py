@@ -91,7 +91,7 @@ def test_a_models_source_names_the_commit_that_was_read(folder, revision, source
     cell = SimpleNamespace(checkpoint_name="mine", checkpoint=SimpleNamespace(folder=Path(folder)))
     entry = SimpleNamespace(path="owner/name", revision=revision)
     plan = SimpleNamespace(recipe=SimpleNamespace(checkpoints={"mine": entry}), cells=(cell,))
-    assert Plan._source(plan, "mine") == source
+    assert Plan.source(plan, "mine") == source
 
 
 def test_calibration_text_that_the_hub_lacks_is_one_line(monkeypatch):
