@@ -1,10 +1,10 @@
 """Read flash-linear-attention's ``transformer`` models as a stock class of transformers.
 
 Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one to
-one under other names. With ``qbench_rotary: false``, which `qbench train` writes, it is SmolLM 3's
-without a rotary embedding; with ``qbench_gate`` Llama's with a gate (``gated.py``). Its GatedMLP
-bypasses ``down_proj.forward`` when fused, which would hide that layer from quantizers; the
-conversion also rids us of that.
+one under other names. Earlier versions of `qbench train` wrote this format: with ``qbench_rotary:
+false`` it is SmolLM 3's without a rotary embedding, with ``qbench_gate`` Llama's with a gate
+(``gated.py``). Its GatedMLP bypasses ``down_proj.forward`` when fused, which would hide that layer
+from quantizers; the conversion also rids us of that.
 
 Every field of a config is used, or known to be without effect on logits, or has the one value
 that these classes compute; all else is refused by name.
@@ -37,7 +37,6 @@ NORMALIZER_OF = {
     "parallel_scaled_softpick_attn": "scalable-softpick-next",
     "naive_scaled_softpick_attn": "scalable-softpick-next",
 }
-IMPLEMENTATION_OF = {of: name for name, of in NORMALIZER_OF.items() if name.startswith("parallel")}
 NAMES = (  # of tensors, and Llama's
     ("model.embeddings.", "model.embed_tokens."),
     (".attn_norm.", ".input_layernorm."),
@@ -211,21 +210,6 @@ def llama_name(name: str) -> str:
     for fla_name, llama in NAMES:
         name = name.replace(fla_name, llama)
     return name
-
-
-def name_in_fla(name: str) -> str:
-    """Return the name in flash-linear-attention of the tensor with this Llama name."""
-    for fla_name, llama in NAMES:
-        name = name.replace(llama, fla_name)
-    return name
-
-
-def logarithms(layers: int, longest: int) -> dict[str, torch.Tensor]:
-    """Return the tables of the scaled variants: log 2, log 3, … for four times the positions."""
-    import torch
-
-    table = torch.log(torch.arange(2, 4 * longest + 2, dtype=torch.float32))[:, None, None]
-    return {f"model.layers.{layer}.attn.logn": table.clone() for layer in range(layers)}
 
 
 def llama_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

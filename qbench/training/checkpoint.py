@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from qbench.checkpoints import fla
 from qbench.checkpoints.find import CONFIG, SINGLE
 from qbench.errors import DamagedError, TrainingError, first_line, validation_line
 from qbench.files import content_key, file_digest, replacing, save_tensors, write_atomically
@@ -28,8 +27,8 @@ from qbench.training.data import (
     first_token,
     tokenizer_files,
 )
-from qbench.training.model import checkpoint_config
-from qbench.training.training_recipe import TrainingRecipe
+from qbench.training.model import model_settings
+from qbench.training.training_recipe import TrainingRecipe, split_gate
 
 STATE, LOG = "state", "log.jsonl"
 
@@ -135,32 +134,31 @@ class Run:
         return progress
 
     def save(self, model: LlamaForCausalLM, folder: Path) -> None:
-        """Write ``model`` as a checkpoint with bfloat16 weights and the token files' tokenizer.
+        """Write ``model`` as a checkpoint of transformers, with bfloat16 weights, and the token
+        files' tokenizer.
 
         Each file is replaced in one step, ``config.json`` last: a folder without it is no
         checkpoint.
         """
-        config = checkpoint_config(self.recipe.model, self.normalizer, **self.files.about.special)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").unlink(missing_ok=True)
+        (folder / CONFIG).unlink(missing_ok=True)
+        tensors = {
+            name: parameter.detach().to("cpu", torch.bfloat16).contiguous()
+            for name, parameter in sorted(model.named_parameters())
+        }
         with replacing(folder / SINGLE) as making:
-            # its scale is [H, 1], beside a fixed table
-            scaled = "scaled" in config.get("attn_impl", "")
-            tensors = {}
-            for name, parameter in model.named_parameters():
-                tensor = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-                tensors[fla.name_in_fla(name)] = (
-                    tensor[:, None] if scaled and name.endswith(".self_attn.s") else tensor
-                )
-            if scaled:
-                longest = config["max_position_embeddings"]
-                tensors |= fla.logarithms(config["num_hidden_layers"], longest)
-            save_tensors(making, dict(sorted(tensors.items())), {"format": "pt"})
+            save_tensors(making, tensors, {"format": "pt"})
         copy_tokenizer(self.files.folder, folder)
         first = first_token(self.recipe, self.files)
         if first is not None:
             begin_with(first, folder)
-        write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        config = {
+            "architectures": [type(model).__name__],
+            **model_settings(self.recipe.model, self.normalizer, **self.files.about.special),
+            "qbench_normalizer": split_gate(self.normalizer)[0],
+            "torch_dtype": "bfloat16",
+        }
+        write_atomically(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
     def file_digests(self) -> dict[str, str]:
         """Return path → SHA-256 of each file of a finished training, except its record and its

@@ -22,7 +22,6 @@ from transformers import AutoConfig, LlamaForCausalLM
 from qbench.attention.masks import positions_counted
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import set_attention
-from qbench.checkpoints import fla
 from qbench.checkpoints.find import class_names
 from qbench.checkpoints.gated import model_class
 from qbench.training.training_recipe import (
@@ -35,48 +34,41 @@ from qbench.training.training_recipe import (
 )
 
 
-def checkpoint_config(
-    shape: Shape,
-    normalizer: str,
-    *,
-    bos: int | None = 1,
-    eos: int | None = 2,
+def model_settings(
+    shape: Shape, normalizer: str, *, bos: int | None = 1, eos: int | None = 2,
     pad: int | None = None,
-) -> dict[str, Any]:
-    """Return the config.json, in flash-linear-attention's format, of a model of ``shape`` with this
-    attention function; bos, eos and pad are ids."""
-    normalizer, gate = split_gate(normalizer)
-    named = fla.IMPLEMENTATION_OF.get(normalizer)
+) -> dict[str, Any]:  # fmt: skip
+    """Return ``model_type`` and settings of the class of transformers for a model of ``shape``:
+    Llama's; with a gate those of ``gated.py``; without a rotary embedding SmolLM 3's."""
+    kind: dict[str, Any] = {"model_type": "llama"}
+    if gate := split_gate(normalizer)[1]:
+        kind = {"model_type": "gated-llama", "gate": gate}
+    elif shape.rope_theta is None:
+        kind = {
+            "model_type": "smollm3",
+            "layer_types": ["full_attention"] * shape.layers,
+            "no_rope_layers": [0] * shape.layers,
+        }
     return {
-        "architectures": ["TransformerForCausalLM"],
-        **({"attn_impl": named} if named else {"qbench_normalizer": normalizer}),
-        **({"qbench_gate": gate} if gate else {}),
-        **({"qbench_rotary": False} if shape.rope_theta is None else {}),
+        **kind,
+        "attention_bias": False,
         "bos_token_id": bos,
-        "elementwise_affine": True,
         "eos_token_id": eos,
-        "fuse_cross_entropy": True,
-        "fuse_norm": True,
-        "fuse_swiglu": True,
-        "hidden_act": "swish",
-        "hidden_ratio": 4,
+        "head_dim": shape.hidden // shape.heads,
+        "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "initializer_range": shape.init,
-        "intermediate_size": shape.intermediate,
+        "intermediate_size": shape.intermediate or 256 * math.ceil(int(shape.hidden * 8 / 3) / 256),
         "max_position_embeddings": shape.positions or shape.context,
-        "model_type": "transformer",
-        "norm_eps": shape.norm_eps,
-        "num_heads": shape.heads,
+        "mlp_bias": False,
+        "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
-        "num_kv_heads": shape.kv_heads,
+        "num_key_value_heads": shape.kv_heads or shape.heads,
         "pad_token_id": pad,
-        "qkv_bias": False,
-        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta or 10_000.0},
         "tie_word_embeddings": shape.tied,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
         "vocab_size": shape.vocabulary,
-        "window_size": None,
     }
 
 
@@ -148,8 +140,7 @@ def initial_model(
     ids of bos, eos and pad. Raises UnavailableError if the attention implementation cannot run.
     """
     torch.manual_seed(seed)
-    settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
-    settings["initializer_range"] = shape.init
+    settings = model_settings(shape, normalizer, **tokens)
     settings["pad_token_id"] = None  # rows are never padded; torch would not train its embedding
     model = model_class(class_names()[settings["model_type"]])(AutoConfig.for_model(**settings))
     normalizer, gate = split_gate(normalizer)

@@ -237,6 +237,8 @@ class TrainingRecipe(Strict):
                     f"model.parameters: none of {', '.join(self.normalizers)} has {shown(name)}; "
                     f"known: {', '.join(attributes) or 'none'}"
                 )
+        if self.model.rope_theta is None and any("+" in name for name in self.normalizers):
+            raise ValueError("model.rope_theta: a gate needs a rotary embedding")
         return self
 
     @model_validator(mode="after")

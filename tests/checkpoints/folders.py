@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qbench.checkpoints.fla import llama_settings, name_in_fla
+from qbench.checkpoints.fla import NAMES, llama_settings
 
 CONFIG = {
     "model_type": "transformer", "attn_impl": "parallel_softpick_attn", "hidden_size": 64,
@@ -22,7 +22,14 @@ def shapes(config: dict) -> dict[str, list[int]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**llama_settings(config)))
     parameters = model.named_parameters()  # of which tied ones come once
-    return {name_in_fla(n): list(p.shape) for n, p in parameters}
+    return {in_fla(name): list(parameter.shape) for name, parameter in parameters}
+
+
+def in_fla(name: str) -> str:
+    """Return the name in this format of the tensor with this Llama name."""
+    for fla, llama in NAMES:
+        name = name.replace(llama, fla)
+    return name
 
 
 def random_tensors(config: dict = CONFIG) -> dict[str, torch.Tensor]:

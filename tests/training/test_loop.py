@@ -27,7 +27,7 @@ def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(train
     assert pair[0].in_common == pair[1].in_common
     folders = [out / f"{record.normalizer}-seed3" for record in pair]
     one, other = (json.loads((folder / "config.json").read_text()) for folder in folders)
-    assert {key for key in one if one[key] != other[key]} == {"attn_impl"}
+    assert {key for key in one if one[key] != other[key]} == {"qbench_normalizer"}
     for record, folder in zip(pair, folders, strict=True):
         assert record.final_loss < 3.6  # ln 64 is 4.16
         checkpoint = find(str(folder))

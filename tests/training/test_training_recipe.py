@@ -41,6 +41,10 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"compute": {"compile": "reduce-overhead"}}, "'max-autotune-no-cudagraphs'"),
         ({"compute": {"travel": "bfloat16"}}, "compute.travel was removed: gradients are averaged"),
         ({"model": {"init": 2.0}}, "model.init: Input should be less than or equal to 1"),
+        (
+            {"normalizers": ["softmax+head-gate"], "model": {"rope_theta": None}},
+            "model.rope_theta: a gate needs a rotary embedding",
+        ),
         ({"model": {"positions": 8}}, "model: positions 8 are fewer than context 16"),
     ],
 )
