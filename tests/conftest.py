@@ -55,6 +55,21 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture
+def command(monkeypatch):
+    """Run the command line in this process as a user does; return its exit code."""
+
+    def run(*arguments):
+        from qbench.cli import app
+
+        monkeypatch.setattr("sys.argv", ["qbench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            app.main()
+        return end.value.code
+
+    return run
+
+
+@pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """Quantized weights and kept rows of one test alone."""
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))

@@ -2,7 +2,6 @@
 
 import io
 import shutil
-import sys
 import tarfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -12,7 +11,6 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from synthetic import make_store
 
-from qbench.cli import app as cli
 from qbench.errors import DamagedError, ResultsError
 from qbench.store import ARCHIVE, Analyses, Store
 
@@ -151,13 +149,10 @@ def other(_):
 
 
 @pytest.mark.parametrize("damage", [cut, short_by_its_checksum, changed, other])
-def test_a_damaged_archive_is_one_line_and_nothing_is_unpacked(packed, monkeypatch, capsys, damage):
+def test_a_damaged_archive_is_one_line_and_nothing_is_unpacked(packed, command, capsys, damage):
     archive = packed / ARCHIVE
     archive.write_bytes(damage(archive.read_bytes()))
-    monkeypatch.setattr(sys, "argv", ["qbench", "tables", str(packed)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
+    assert command("tables", packed) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{archive}: damaged: " in line
     assert line.endswith("; fetch it again")

@@ -132,16 +132,3 @@ def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path
     assert "left out  demo_choice: no data\nleft out  demo_lastword: no data\ntask  demo_p" in said
     assert qbench("run", path, *options, "--only", "softmax/fp32") == 0
     assert "Left out, without data: demo_choice, demo_lastword." in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (("--checkpoint", "a"), "--checkpoint: write NAME=PATH_OR_HUB_ID (it is 'a')"),
-        (("--quantized", "a=b", "--quantized", "a=c"), "--quantized: a is given twice"),
-        (("--tasks", ","), "--tasks: write names with commas between them (it is ',')"),
-    ],
-)
-def test_a_wrong_value_is_said_with_its_option(options, line):
-    with pytest.raises(RecipeError, match=f"^{re.escape(line)}$"):
-        qbench("plan", *options)

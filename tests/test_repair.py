@@ -2,33 +2,24 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 from small_recipe import DEMO, small_recipe
 
-from qbench.cli import app as cli
 from qbench.store import Store
 
 
 @pytest.fixture
-def qbench(tmp_path, monkeypatch, capfd):
+def qbench(tmp_path, command, monkeypatch, capfd):
     """Runs a command on the results folder; its exit code and what it said."""
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
     alone = {"checkpoints": {"softpick": str(DEMO / "softpick")}, "tasks": ["demo_lastword"]}
     path = small_recipe(tmp_path, **alone, evaluation={"limit": 3, "damage": False})
 
-    def call(command: str, *more: str) -> tuple[int | str | None, str]:
-        arguments = ["qbench", command, str(path), "--out", f"{tmp_path}/out", "--device", "cpu"]
-        arguments += more
+    def call(name: str, *more: str) -> tuple[int | str | None, str]:
         for kept in ("cells", "tasks"):  # which would give back what a folder lost
             shutil.rmtree(tmp_path / "cache" / kept, ignore_errors=True)
-        monkeypatch.setattr(sys, "argv", arguments)
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
+        code = command(name, path, "--out", f"{tmp_path}/out", "--device", "cpu", *more)
         said = capfd.readouterr()
         return code, said.out + said.err
 

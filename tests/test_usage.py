@@ -4,7 +4,6 @@ import errno
 import inspect
 import re
 import shlex
-import sys
 
 import pytest
 
@@ -33,17 +32,14 @@ from qbench.errors import ResultsError
         (["run", "r.yaml", "--limit"], "requires an argument"),
     ],
 )
-def test_wrong_use_is_one_line(monkeypatch, capsys, arguments, words):
-    monkeypatch.setattr(sys, "argv", ["qbench", *arguments])
+def test_wrong_use_is_one_line(command, monkeypatch, capsys, arguments, words):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
+    assert command(*arguments) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert words in line
-    command = "qbench" if arguments[0] in ("rnu", "report") else f"qbench {arguments[0]}"
-    assert line.endswith(f"; `{command} --help` lists what is possible")
+    of = "qbench" if arguments[0] in ("rnu", "report") else f"qbench {arguments[0]}"
+    assert line.endswith(f"; `{of} --help` lists what is possible")
     assert said.out == ""
 
 
@@ -58,29 +54,24 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, arguments, words):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_the_machine_or_a_file_refuses_is_one_line(monkeypatch, capsys, error, words):
+def test_what_the_machine_or_a_file_refuses_is_one_line(command, monkeypatch, capsys, error, words):
     def refused(**_):
         raise error
 
     monkeypatch.setattr(cli, "app", refused)
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == (1 if isinstance(error, SystemExit) else 2)
+    assert command() == (1 if isinstance(error, SystemExit) else 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 
 
-def test_output_that_nobody_reads_ends_without_a_word(monkeypatch, capsys):
+def test_output_that_nobody_reads_ends_without_a_word(command, monkeypatch, capsys):
     """As `qbench list tasks | head -1`."""
 
     def closed(*_, **__):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(sys, "argv", ["qbench", "list", "tasks"])
     monkeypatch.setattr("typer.echo", closed)
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 1
+    assert command("list", "tasks") == 1
     assert capsys.readouterr().err == ""
 
 
@@ -90,13 +81,10 @@ def every_command():
 
 
 @pytest.mark.parametrize("names", [(), *every_command()], ids=" ".join)
-def test_help_fits_80_columns_and_cuts_no_help(names, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["qbench", *names, "--help"])
+def test_help_fits_80_columns_and_cuts_no_help(names, command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 0
+    assert command(*names, "--help") == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= 80
     for line in lines:
