@@ -77,9 +77,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("arguments", "words"), ODD, ids=lambda value: ascii(value)[:60])
-def test_odd_input_is_one_line_and_code_2(
-    whole, command, monkeypatch, capfd, arguments, words
-):
+def test_odd_input_is_one_line_and_code_2(whole, command, monkeypatch, capfd, arguments, words):
     monkeypatch.chdir(whole)
     before = sorted(whole.rglob("*"))
     begun = time.monotonic()

@@ -74,11 +74,14 @@ def test_a_plan_says_that_a_cell_without_damage_is_run_after_the_one_it_needs(qb
     recipe = tmp_path / "small.yaml"
     recipe.write_text(recipe.read_text().replace("damage: false", "damage: true"))
     assert qbench("run", "--only", "*/rtn-4bit")[0] == 0
+    (alone,) = Store(tmp_path / "out").records()
+    assert "run that cell first, then this one" in alone.damage.reason
     planned = qbench("plan")[1]
     assert "to run    softpick/fp32" in planned
     assert "to retry  softpick/rtn-4bit" in planned
     assert "finished  softpick/rtn-4bit" in qbench("plan", "--only", "*/rtn-4bit")[1]
     assert "2 of 2 cells were run" in qbench("run")[1]
+    assert set(Store(tmp_path / "out").records()[1].damage.tasks) == {"demo_lastword"}
     assert qbench("plan")[1].count("finished  softpick/") == 2
 
 

@@ -138,17 +138,6 @@ def test_worker_processes_give_the_scores_of_one_process(tmp_path):
     assert len(scores[0]) == 2
 
 
-def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
-    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
-    options = ("run", path, "--out", out, "--device", "cpu", "--only")
-    qbench(*options, "softpick/rtn-*")
-    (alone,) = Store(out).records()
-    assert "run that cell first, then this one" in alone.damage.reason
-    qbench(*options, "softpick/*")
-    records = {record.cell: record for record in Store(out).records()}
-    assert set(records["softpick/rtn-4bit"].damage.tasks) == {"demo_choice"}
-
-
 def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     """Ended as failed before, its scores with it."""
 

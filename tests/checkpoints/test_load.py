@@ -27,17 +27,6 @@ def stock(tmp_path):
     return tmp_path
 
 
-def test_a_stock_llama_that_says_softpick_runs_softpick(stock):
-    config = json.loads((stock / "config.json").read_text())
-    ids = torch.arange(24).reshape(2, 12)
-    softmax = load_model(find(str(stock)), dtype=torch.float32, device="cpu")
-    (stock / "config.json").write_text(json.dumps({**config, "qbench_normalizer": "softpick"}))
-    softpick = load_model(find(str(stock)), dtype=torch.float32, device="cpu")
-    assert softpick.config._attn_implementation == "qbench-softpick-reference"
-    with torch.inference_mode():
-        assert (softpick(ids).logits - softmax(ids).logits).abs().max() > 1e-3
-
-
 def test_a_checkpoint_that_changes_under_a_run_is_refused(stock):
     found = find(str(stock))
     path = stock / "model.safetensors"
@@ -163,12 +152,6 @@ def test_a_classifier_lacks_its_output_over_the_vocabulary(tmp_path):
     LlamaForSequenceClassification(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
         load_model(find(str(tmp_path)), dtype=torch.float32, device="cpu")
-
-
-def test_a_decoder_of_an_encoders_kind_is_accepted(tmp_path):
-    config = {**SIZES, "hidden_size": 64, "vocab_size": 32, "num_hidden_layers": 1}
-    config |= {"model_type": "bert", "is_decoder": True}
-    assert find(str(write(tmp_path / "c", config))).normalizer == "softmax"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -169,24 +169,6 @@ def test_cells_of_an_executor_that_is_lost_fail_at_once_and_say_so(tmp_path):
     assert {record.error for record in records} == {"the cluster was lost; start it"}
 
 
-def test_a_cell_begins_when_the_one_that_it_is_measured_against_is_done(tmp_path):
-    begun, done = [], []
-
-    class Watching(SilentProgress):
-        def begin(self, cell):
-            begun.append((cell, set(done)))
-
-        def end(self, cell):
-            done.append(cell)
-
-    run_cells(planned(tmp_path), out=tmp_path / "out", executor=SerialExecutor(),
-              progress=Watching())  # fmt: skip
-    assert begun[0][0].endswith("/fp32")
-    for cell, before in begun:
-        if not cell.endswith("fp32"):
-            assert cell.replace("rtn-4bit", "fp32") in before
-
-
 def test_weights_are_quantized_while_the_unquantized_cells_run(tmp_path):
     """A cell begins when the one that it is measured against is done and its weights are made; what
     has not begun by then it makes itself."""
