@@ -190,8 +190,8 @@ def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
     attention = model.chosen_attention
     if attention.normalizer == NATIVE and cell.quantization.kv_cache is not None:
         raise UnavailableError(
-            f"the KV cache is quantized in qbench's attention, and {cell.checkpoint.class_name} "
-            f"runs on its own: {attention.why}"
+            "the KV cache is quantized inside qbench's attention, but "
+            f"{cell.checkpoint.class_name} runs with its own attention: {attention.why}"
         )
     scoring, slower = fit_settings(model, cell.scoring)
     detail += filter(None, [attention.why, slower])
@@ -515,7 +515,7 @@ class _Evaluation:
             if missing is None or not missing.retry:
                 self.kept.put(record, **done.tables)
         except ResultsError as error:
-            line = f"{cell.name}: {record.task} is scored, but nothing of it is kept: {error}"
+            line = f"{cell.name}: {record.task} is scored, but not kept in the cache: {error}"
             self.result.progress.log(line, "bold red")
 
 

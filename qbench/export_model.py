@@ -122,8 +122,10 @@ def _require_audited(record: Record, model: PreTrainedModel, config: Any) -> Non
     stored = evidence_of(model, config, "weights")
     other = [name for name in audited if digest(stored[name]().tensors) != audited[name]]
     if other:
-        raise ResultsError(f"{record.cell}: {len(other)} layers are not the audited ones, such as "
-                           f"{other[0]}: libraries or code changed; run it again")  # fmt: skip
+        raise ResultsError(
+            f"{record.cell}: {len(other)} layers differ from the audited ones, such as {other[0]}: "
+            "libraries or code changed; run the cell again"
+        )
 
 
 Tensors = dict[str, Tensor]
@@ -175,15 +177,15 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
     formats = formats_of(config.weights)
     chosen = chosen or next(iter(formats), None)
     if chosen not in formats:
-        names = ", ".join(formats) or "none"
-        beside = f"; not {chosen}" if chosen else ""
-        mixed = config.weights.method == "mixed" and not formats
-        remedy = "; a mix of rtn, gptq, nvfp4, mx, fp8 or int8 alone has one" if mixed else ""
-        raise UnavailableError(f"{config.name}: formats that hold it: {names}{beside}{remedy}")
+        remedy = f"; choose {', '.join(formats)}" if formats else ""
+        if config.weights.method == "mixed" and not formats:
+            remedy = "; one exists for mixes of rtn, gptq, nvfp4, mx, fp8 and int8"
+        what = f"the format {chosen}" if chosen else "no format"
+        raise UnavailableError(f"{config.name}: {what} can{'not' * bool(chosen)} hold it{remedy}")
     if any(isinstance(module, Experts) for module in model.modules()):
-        raise UnavailableError(f"{config.name}: experts that were taken apart have no format")
+        raise UnavailableError(f"{config.name}: no format holds experts split into linear layers")
     if isinstance(model.get_input_embeddings(), QuantizedEmbedding):
-        raise UnavailableError(f"{config.name}: quantized embeddings have no format")
+        raise UnavailableError(f"{config.name}: no format holds quantized embeddings")
     model.config.dtype = getattr(torch, config.compute_dtype)
     measured.tokenizer.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -288,12 +290,14 @@ def _compressed_config(
     cannot express."""
     inputs, weights = config.activations, config.weights
     if inputs is not None and set(inputs.ignore) != set(weights.ignore):
-        raise UnavailableError(f"{config.name}: weights and inputs leave out different layers")
+        raise UnavailableError(
+            f"{config.name}: no format holds weights and inputs that ignore different layers"
+        )
     by_settings = _by_settings(weights, layers)
     groups: dict[str, dict[str, Any]] = {}
     for settings, names in by_settings.items():
         if getattr(settings, "order", "") == "activation":
-            raise UnavailableError(f"{config.name}: desc_act: take the format gptq")
+            raise UnavailableError(f"{config.name}: desc_act needs --weights gptq")
         layout, arguments = _weight_arguments(settings)
         groups[f"group_{len(groups)}"] = {
             "targets": names if len(by_settings) > 1 else ["Linear"], "weights": arguments,
@@ -354,7 +358,7 @@ def _gptq_config(
     """Return GPTQ's quantization_config: the commonest settings; under GPTQModel's key ``dynamic``,
     by patterns over full names, layers with other settings and unquantized ones."""
     if config.activations is not None:
-        raise UnavailableError(f"{config.name}: it quantizes inputs: take compressed-tensors")
+        raise UnavailableError(f"{config.name}: quantized inputs need --weights compressed-tensors")
     by_settings = _by_settings(config.weights, layers)
     options = {settings: {"bits": settings.num_bits, "group_size": settings.group_size,
                           "sym": settings.symmetric,
@@ -362,7 +366,9 @@ def _gptq_config(
                for settings in by_settings}  # fmt: skip
     usual = max(by_settings, key=lambda settings: len(by_settings[settings]))
     if len({settings.symmetric for settings in options}) > 1:
-        raise UnavailableError(f"{config.name}: symmetric and not: take compressed-tensors")
+        raise UnavailableError(
+            f"{config.name}: symmetric beside asymmetric layers need --weights compressed-tensors"
+        )
     dynamic = {_pattern("+", by_settings[each]): options[each] for each in options if each != usual}
     if inside := [name for name in left_out if "." in name]:  # not the LM head
         dynamic[_pattern("-", inside)] = {}
@@ -401,7 +407,7 @@ def _bnb_config(
     activations."""
     weights = config.weights
     if config.activations is not None:
-        raise UnavailableError(f"{config.name}: the format of bitsandbytes holds weights alone")
+        raise UnavailableError(f"{config.name}: the format of bitsandbytes holds only weights")
     if weights.num_bits == 8:
         settings = {"load_in_8bit": True, "llm_int8_threshold": weights.threshold}
     else:

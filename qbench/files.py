@@ -160,7 +160,7 @@ def verify_tensors(path: Path, payload: bytes | None = None) -> dict[str, Any]:
     """Read the whole file that ``write_tensors`` wrote, compare it with its digest and return its
     ``about``. Raises OSError or ValueError if it is missing or changed."""
     if checksum_file(path).read_text().strip() != digest_of_parts(payload or path):
-        raise ValueError("its digest differs from the stated one")
+        raise ValueError("its content does not match its digest")
     try:
         with safe_open(path, framework="numpy") as file:
             return json.loads((file.metadata() or {}).get(ABOUT, "{}"))

@@ -35,7 +35,7 @@ def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path
     except Exception as error:
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
-            f"checkpoint {hub_id}: no such folder, and the hub did not give it{at}: "
+            f"checkpoint {hub_id}: no such folder, and not fetched from the hub{at}: "
             f"{reason(error)}; or name a local folder with --checkpoint NAME=FOLDER"
         ) from error
 
@@ -47,7 +47,9 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
             huggingface_hub.hf_hub_download(dataset, name, repo_type="dataset", revision=revision)
         )
     except Exception as error:
-        raise DataError(f"the hub did not give {name} of {dataset}: {reason(error)}") from error
+        raise DataError(
+            f"{name} of {dataset} cannot be fetched from the hub: {reason(error)}"
+        ) from error
 
 
 def dataset_commit(dataset: str, revision: str | None = None, name: str | None = None) -> str:
@@ -64,7 +66,9 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
         names = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
         if UNREACHABLE & names and (commit := _cached_commit(dataset, name)):
             return commit
-        raise DataError(f"the hub did not give the data set {dataset}: {reason(error)}") from error
+        raise DataError(
+            f"the data set {dataset} cannot be fetched from the hub: {reason(error)}"
+        ) from error
     assert about.sha is not None, "the hub gives a commit for each repository"
     return about.sha
 

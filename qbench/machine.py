@@ -73,7 +73,7 @@ def _cuda() -> Any:
 def choose_device(device: str) -> str:
     """Return "cpu" or "cuda" for "auto", "cpu" or "cuda". Raises UnavailableError without a GPU."""
     if device not in ("auto", "cpu", "cuda"):
-        raise UnavailableError(f"device {device!r}: it is auto, cpu or cuda")
+        raise UnavailableError(f"device {device!r}: must be auto, cpu or cuda")
     if device == "cpu":
         return "cpu"
     problem = cuda_problem()
@@ -96,7 +96,7 @@ def cuda_problem() -> str | None:
         version = pynvml.nvmlSystemGetCudaDriverVersion()
         major, minor = version // 1000, version % 1000 // 10
         if major < int(build.partition(".")[0]):
-            return f"the driver knows CUDA {major}.{minor}, PyTorch is built for {build}; update it"
+            return f"the driver supports CUDA {major}.{minor}, PyTorch needs {build}; update it"
     return None
 
 

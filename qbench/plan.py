@@ -119,9 +119,8 @@ def find_copy(
     method = str(quantization.get("quant_method", ""))
     if method not in loadable_methods():
         raise CheckpointError(
-            f"checkpoint {copy.source}: quant_method {method!r}: the installed transformers, and "
-            "GPTQModel, load "
-            f"{', '.join(loadable_methods())}"
+            f"checkpoint {copy.source}: quant_method {method!r} cannot be loaded; the installed "
+            f"transformers and GPTQModel load {', '.join(loadable_methods())}"
         )
     counted: dict[str, Any] = {}
     if source is not None:
@@ -158,8 +157,8 @@ def _gguf(source: str, original: Checkpoint) -> Checkpoint:
         raise CheckpointError(f"checkpoint {source}: no such file: {path}")
     if original.normalizer not in ("softmax", NATIVE):
         raise CheckpointError(
-            f"checkpoint {source}: llama.cpp computes softmax, and {original.source} was trained "
-            f"with {original.normalizer}"
+            f"checkpoint {source}: llama.cpp computes softmax attention, but {original.source} was "
+            f"trained with {original.normalizer}"
         )
     about = gguf_file.describe(str(path))
     stat = path.stat()
@@ -237,8 +236,8 @@ def _difference(copy: Checkpoint, original: Checkpoint) -> str | None:
     if (difference := tokenizer_difference(copy, original)) is None:
         return None
     return (
-        f"its tokenizer {difference}: who uses the copy gets other tokens than those that would be "
-        "scored; take its tokenizer files out of its folder to score its weights alone"
+        f"its tokenizer {difference}, so its users get other tokens than would be scored; remove "
+        "its tokenizer files to score only its weights"
     )
 
 
@@ -410,7 +409,7 @@ def plan(
             scores += [f"{task.name}/{entry['metric']}" for entry in listed]
         if base_metric(recipe.primary) not in scores:
             names = ", ".join(scores)
-            raise RecipeError(f"primary: no task gives {recipe.primary}; there is {names}")
+            raise RecipeError(f"primary: no task has {recipe.primary}; possible: {names}")
     calibration = find_calibration(recipe)
     if calibration is not None:
         paths = (checkpoint.folder / "tokenizer.json" for checkpoint in checkpoints.values())
@@ -473,8 +472,8 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
             )
     if evaluation.apply_chat_template and not has_chat_template(checkpoint.folder):
         raise RecipeError(
-            f"evaluation.apply_chat_template: checkpoints.{name} has no chat template: it was not "
-            "trained on conversations, or its files lack chat_template.jinja"
+            f"evaluation.apply_chat_template: checkpoints.{name} has no chat template; add its "
+            "chat_template.jinja, or set false if it was not trained on conversations"
         )
     bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
     for column in sorted(plan.recipe.quantizers, key=lambda c: c.quantization.precision.quantized):
@@ -482,7 +481,10 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
         if bases and evaluation.damage and column.quantization.precision.quantized:
             base = bases.get(dtype) or next(iter(bases.values()))
             if dtype not in bases:
-                notes = (f"damage is against {base.quantizer}: none is unquantized in {dtype}",)
+                notes = (
+                    f"damage is measured against {base.quantizer}: no unquantized column computes "
+                    f"in {dtype}",
+                )
         cell = _cell(plan, name, checkpoint, shapes, column, base)
         if not column.quantization.precision.quantized:
             bases.setdefault(dtype, cell.grid_cell)
@@ -639,7 +641,7 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
     ]
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise RecipeError(f"tasks: {', '.join(twice)} is listed twice, once in a group or tag")
+        raise RecipeError(f"tasks: {', '.join(twice)} is listed twice, once by a group or tag")
     for task in leaves:
         try:
             tasks.append(
@@ -712,14 +714,14 @@ def _notes(
         yield f"attention native/{attention.implementation}: {attention.why}"
     if max_length is not None and max_length > scoring.max_length:
         yield (
-            f"scored in windows of {scoring.max_length:,} tokens, its context, and not of "
+            f"scored in windows of {scoring.max_length:,} tokens, its context, instead of "
             f"evaluation.max_length {max_length:,}"
         )
     chat = recipe.evaluation.apply_chat_template or not has_chat_template(checkpoint.folder)
     if recipe.tasks and not chat:
         yield (
-            "a chat model whose tasks are asked without its chat template, as lm-eval does by "
-            "default; evaluation.apply_chat_template: true puts them into it"
+            "a chat model, but prompts do not use its chat template, as by default in lm-eval; set "
+            "evaluation.apply_chat_template: true to use it"
         )
 
 
@@ -796,7 +798,7 @@ def unsupported_reasons(
     other = checkpoint.normalizer not in ("softmax", NATIVE)
     if isinstance(weights, LibraryMade) and weights.softmax_only and other:
         yield (
-            f"{weights.name}: {weights.package} computes softmax, and {checkpoint.source} was "
+            f"{weights.name}: {weights.package} computes softmax, but {checkpoint.source} was "
             f"trained with {checkpoint.normalizer}"
         )
     if checkpoint.normalizer == NATIVE and quantization.kv_cache is not None:

@@ -105,7 +105,7 @@ def read_yaml(path: Path) -> Source:
     if path.parts[:1] == ("recipes",) and not os.path.lexists(path):
         bundled = bundled_recipes().joinpath(*path.parts[1:])
         if bundled.is_file():
-            line = f"{path}: not in this folder; the one that comes with qbench: {bundled}"
+            line = f"{path}: not in this folder; using the one that comes with qbench: {bundled}"
             print(line, file=sys.stderr)
             path = bundled
     yaml = YAML(typ="safe", pure=True)
@@ -365,7 +365,7 @@ class Evaluation(Strict):
     def _known_size(cls, value: Any) -> Any:
         if value != "auto" and not (type(value) is int and 1 <= value <= MOST_BATCH):
             raise ValueError(
-                f"auto, or a whole number from 1 to {MOST_BATCH} (it is {shown(value)})"
+                f"must be auto, or a whole number from 1 to {MOST_BATCH} (it is {shown(value)})"
             )
         return value
 

@@ -908,7 +908,7 @@ def require_checksum(values: dict[str, Any]) -> None:
     if checksum is None:
         raise ValueError("it has no checksum")
     if checksum != content_key(values):
-        raise ValueError("its content is not what was written")
+        raise ValueError("its content does not match its checksum")
 
 
 def read_training(path: Path) -> Training:
@@ -923,7 +923,7 @@ def read_training(path: Path) -> Training:
             require_checksum(values)
         except ValueError:
             raise DamagedError(
-                f"{path}: not what training wrote; train again or restore it"
+                f"{path}: changed after training; train again or restore it"
             ) from None
     return Training.model_validate(values)
 

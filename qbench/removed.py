@@ -6,7 +6,7 @@ from __future__ import annotations
 COMMAND_LINE = {
     "noise": "the quantizer noise-floor shows how far rounding alone moves scores",
     "convert": "checkpoints are read in either format; `save_pretrained` writes one",
-    "bench sample-efficiency": "results/bench/sample-efficiency.md has what it gave",
+    "bench sample-efficiency": "results/bench/sample-efficiency.md has its results",
     "bench analysis": "`qbench analyze` prints how long each part of a cell took",
     "cache": "delete $QBENCH_CACHE, or a part of it, while no run is at work; what a run needs "
     "it makes again",

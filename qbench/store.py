@@ -159,7 +159,9 @@ def require_no_links(folder: Path) -> None:
     for part in (folder / name for name in WRITTEN):
         for path in (part, *part.rglob("*")):
             if path.is_symlink():
-                raise ResultsError(f"{path}: a symbolic link, which results must not have")
+                raise ResultsError(
+                    f"{path}: a symbolic link; a results folder must not contain any"
+                )
 
 
 def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
@@ -186,7 +188,7 @@ def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
             if name.endswith(".json"):
                 parse_record(content, _kind(name), f"{archive}: {name}", remedy)
             elif f".{digest(content)[:KEY_DIGITS]}." not in name:
-                raise ValueError(f"{name} is not what was written")
+                raise ValueError(f"{name} does not match its checksum")
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError, OverflowError) as error:
         raise DamagedError(f"{archive}: damaged: {error}; {remedy}") from None
     for name in sorted(contents, key=lambda name: name == MANIFEST):
@@ -279,7 +281,7 @@ class Records(Generic[R]):
             return None
         record = read_record(path, self.kind, self.remedy)
         if record.key != cell.key or self.path(record) != path:
-            raise DamagedError(f"{path}: is of another cell or key; {self.remedy}")
+            raise DamagedError(f"{path}: belongs to another cell or key; {self.remedy}")
         return record
 
     def get_valid(self, cell: CellKey, log: LogLine | None = None) -> R | None:
@@ -426,7 +428,7 @@ class Records(Generic[R]):
         except FileNotFoundError:
             raise DamagedError(f"{path}: missing; {RUN_AGAIN}") from None
         if len(payload) != stored.bytes or digest(payload) != stored.sha256:
-            raise DamagedError(f"{path}: damaged: its content is not what was written; {RUN_AGAIN}")
+            raise DamagedError(f"{path}: damaged: it does not match its checksum; {RUN_AGAIN}")
         return payload
 
     def _table_path(self, record: Record, name: Table) -> Path:
@@ -631,4 +633,4 @@ def verify_baseline(path: Path, key: str) -> None:
     except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
     if about.get("key") != key:
-        raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
+        raise ResultsError(f"{path}: belongs to another cell than {key[:KEY_DIGITS]}; {REMEDY}")

@@ -128,7 +128,7 @@ def test_a_run_goes_on_from_it(tmp_path, capsys, own_cache):
     assert qbench("export", tmp_path / "out", "--to", "archive", "--out", tmp_path / "packed") == 0
     shutil.rmtree(tmp_path / "out")
     assert qbench(*run, tmp_path / "packed") == 0
-    assert "softpick/fp32: already there" in capsys.readouterr().err
+    assert "softpick/fp32: already finished" in capsys.readouterr().err
 
 
 def cut(payload):
@@ -212,5 +212,5 @@ def test_a_folder_that_holds_symbolic_links_is_refused(packed, tmp_path, name):
     if (link := packed / name).exists():
         link.rename(packed / "other")
     link.symlink_to(tmp_path / "mine")
-    with pytest.raises(ResultsError, match=f"{name}: a symbolic link, which results must not have"):
+    with pytest.raises(ResultsError, match=f"{name}: a symbolic link; a results folder"):
         qbench("tables", packed)

@@ -331,10 +331,10 @@ def test_head_and_embeddings_have_choices_and_count_in_the_budget(tmp_path):
         (("--bits", 17), "give from 2.1.* to less than 16"),
         (("--gib", 1e-5), ", 1e-05 GiB: the smallest choice takes 2.188"),
         (("--bits", 3, "--peers", "nope"), "^unknown quantizer 'nope'"),
-        (("--bits", 3, "--texts", 12), "--texts 12: the calibration text has 12 windows"),
+        (("--bits", 3, "--texts", 12), "--texts 12: must be fewer than the 12 windows"),
         (("--bits", 3, "--methods", "kv4"), "--methods kv4: name methods that quantize weights"),
         (("--bits", 3, "--include", "head"), "--include head: there is lm_head, embeddings"),
-        (("--bits", 3, "--checkpoint", f"n={DEMO / 'softmax'}"), "of one model, not of m, n"),
+        (("--bits", 3, "--checkpoint", f"n={DEMO / 'softmax'}"), "for one model, not for m, n"),
     ],
 )  # fmt: skip
 def test_a_budget_that_cannot_work_is_refused_in_a_line(options, message, tmp_path):
@@ -350,7 +350,7 @@ def test_a_folder_with_a_symbolic_link_is_refused_before_the_search(name, tmp_pa
     monkeypatch.setattr(search, "search", None)
     (folder := tmp_path / "mix").mkdir()
     (folder / name).symlink_to(tmp_path / "mine")
-    with pytest.raises(QbenchError, match=f"{name}: a symbolic link, which results must not have"):
+    with pytest.raises(QbenchError, match=f"{name}: a symbolic link; a results folder"):
         qbench("budget", *OPTIONS, "--methods", "rtn-2bit", "--bits", 3, "--out", folder)
     assert not (tmp_path / "mine").exists()
 

@@ -151,21 +151,21 @@ def test_gptqmodel_loads_what_was_exported(tmp_path):
         (
             {"name": "mixed", "layers": {"mlp": "hqq-4bit", "self_attn": "gptq-4bit"}},
             None,
-            "formats that hold it: none; a mix of rtn, gptq",
+            "no format can hold it; one exists for mixes of rtn, gptq",
         ),
         (
             {"name": "mixed", "layers": {"model.embed_tokens": "rtn-8bit", "*": "rtn-4bit"}},
             None,
-            "quantized embeddings have no format",
+            "no format holds quantized embeddings",
         ),
-        ("nvfp4", "gptq", "formats that hold it: compressed-tensors; not gptq"),
+        ("nvfp4", "gptq", "the format gptq cannot hold it; choose compressed-tensors"),
         (
             {
                 "name": "mixed",
                 "layers": {"mlp": "rtn-4bit", "*": {"name": "rtn-4bit", "symmetric": False}},
             },
             "gptq",
-            "symmetric and not: take compressed-tensors",
+            "symmetric beside asymmetric layers need --weights compressed",
         ),
     ],
 )

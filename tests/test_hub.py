@@ -60,7 +60,7 @@ def test_a_checkpoint_that_the_hub_refuses_is_one_line(monkeypatch, error, words
     with pytest.raises(CheckpointError) as raised:
         find("owner/name", revision="v1")
     (line,) = raised.value.lines
-    start = "checkpoint owner/name: no such folder, and the hub did not give it at revision v1: "
+    start = "checkpoint owner/name: no such folder, and not fetched from the hub at revision v1: "
     assert line.startswith(start + words)
     assert line.endswith("--checkpoint NAME=FOLDER")
     assert hub.is_hub_error(error) == (not isinstance(error, ValueError))
@@ -113,7 +113,7 @@ def test_a_gated_data_set_is_refused_if_its_files_may_not_be_read(monkeypatch, g
     if not gated:
         assert hub.dataset_commit("a/b") == "0" * 40
         return
-    with pytest.raises(DataError, match="did not give the data set a/b: GatedRepoError"):
+    with pytest.raises(DataError, match="a/b cannot be fetched from the hub: GatedRepoError"):
         hub.dataset_commit("a/b")
 
 

@@ -54,7 +54,7 @@ def nvml(monkeypatch):
     [
         ({}, "None"),
         ({"cuda": 13010}, "None"),
-        ({"cuda": 12040}, "the driver knows CUDA 12.4, PyTorch is built for 13.0"),
+        ({"cuda": 12040}, "the driver supports CUDA 12.4, PyTorch needs 13.0"),
         ({"names": []}, "no NVIDIA GPU is visible here"),
         ({"build": None}, "PyTorch is built without CUDA"),
     ],
@@ -81,7 +81,7 @@ def test_without_a_driver_cuda_is_refused_in_one_line(nvml, monkeypatch):
     assert machine.choose_device("auto") == "cpu"
     with pytest.raises(UnavailableError, match=r"--device cuda: no .*GPU.*; use --device cpu"):
         machine.choose_device("cuda")
-    with pytest.raises(UnavailableError, match=r"device 'gpu': it is auto, cpu or cuda"):
+    with pytest.raises(UnavailableError, match=r"device 'gpu': must be auto, cpu or cuda"):
         machine.choose_device("gpu")
 
 

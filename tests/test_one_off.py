@@ -28,7 +28,7 @@ def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, mon
     assert [record.cell for record in records] == ["softpick/fp32", "softpick/rtn-4bit"]
     kept = tmp_path / "kept" / "one.yaml"
     assert qbench("run", kept, "--out", "results/softpick", "--device", "cpu") == 0
-    assert capfd.readouterr().err.count("already there") == 2
+    assert capfd.readouterr().err.count("already finished") == 2
 
 
 @pytest.mark.parametrize(

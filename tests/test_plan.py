@@ -176,7 +176,9 @@ def test_a_quantized_cell_is_measured_against_the_unquantized_one_of_its_dtype(t
     cells, found = bases(tmp_path, "fp32", "bf16", *quantizers)
     assert found == {"fp32": None, "bf16": None, "rtn-4bit": "bf16", "rtn-8bit": "fp32",
                      "rtn-2bit": "fp32"}  # fmt: skip
-    assert cells["rtn-2bit"].notes == ("damage is against fp32: none is unquantized in float16",)
+    assert cells["rtn-2bit"].notes == (
+        "damage is measured against fp32: no unquantized column computes in float16",
+    )
     assert cells["rtn-4bit"].notes == ()
 
 
@@ -221,7 +223,7 @@ LONG = b'{"text": "' + b"a b c " * 20 + b'"}\n'
         (GOOD + b"{}\n", "line 2: not a JSON object with a text field"),
         (b'{"text": 3}', "line 1: not a JSON object"),
         (b"\xff\xfe", "line 1: not a JSON object"),
-        (gzip.compress(GOOD * 9, mtime=0)[:-9], r"text\.jsonl\.gz: not a whole gzip file"),
+        (gzip.compress(GOOD * 9, mtime=0)[:-9], r"text\.jsonl\.gz: not a complete gzip file"),
     ],
 )
 def test_a_malformed_calibration_text_is_refused_with_its_line(tmp_path, content, words):
@@ -244,7 +246,7 @@ def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_pa
 @pytest.mark.parametrize("primary", ["demo_choice/f1", "piqa/acc", "foo"])
 def test_a_primary_score_that_no_task_gives_is_refused(tmp_path, primary):
     assert planned(tmp_path, primary="demo_choice/acc").manifest.primary == "demo_choice/acc"
-    with pytest.raises(RecipeError, match=f"primary: no task gives {primary}; there is demo_") as e:
+    with pytest.raises(RecipeError, match=f"primary: no task has {primary}; possible: demo_") as e:
         planned(tmp_path, primary=primary)
     assert "\n" not in str(e.value)
 
@@ -379,7 +381,7 @@ def test_a_max_length_beyond_the_context_is_not_shortened_without_a_word(
 ):
     found = cell(recipe(tmp_path, {"a": models["llama"]}, max_length=asked), "cpu")
     assert found.scoring.max_length == min(asked, 256)
-    words = "scored in windows of 256 tokens, its context, and not of evaluation.max_length 4,096"
+    words = "scored in windows of 256 tokens, its context, instead of evaluation.max_length 4,096"
     assert (words in found.notes) == said
 
 
@@ -422,14 +424,14 @@ def test_what_was_measured_at_loading_runs_and_stands_in_the_record(tmp_path, mo
 @pytest.mark.parametrize(
     ("kind", "asked", "quantizers", "words"),
     [
-        ("bloom", {"attention": "reference"}, ["fp32"], "set attention: native to run its own"),
+        ("bloom", {"attention": "reference"}, ["fp32"], "set evaluation.attention: native to"),
         (
             "granite",
             {"scoring": "exact"},
             ["fp32"],
             "LM head.*set scoring: auto or lm-eval",
         ),
-        ("bloom", {}, [{"kv": "int8-token", "label": "kv8"}], "KV cache is quantized in qbench's"),
+        ("bloom", {}, [{"kv": "int8-token", "label": "kv8"}], "quantized inside qbench's"),
     ],
 )
 def test_a_cell_that_asks_for_what_its_model_does_not_have_fails_with_the_measurement(

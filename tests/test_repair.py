@@ -46,7 +46,7 @@ def test_damaged_files_are_told_of_and_made_again_and_the_others_stay(qbench, tm
         assert code == 0, said
         for path in damaged:
             assert f"{path.name}: damaged" in said
-        assert "softpick/fp32: already there" in said
+        assert "softpick/fp32: already finished" in said
         assert "softpick/rtn-4bit: made again" in said
         assert (store.directory / "tables.md").read_bytes() == tables
         assert whole.stat().st_mtime_ns == left

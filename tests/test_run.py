@@ -48,7 +48,7 @@ def test_a_run_writes_records_tables_and_the_second_run_computes_nothing(tmp_pat
     before = {record.cell: record.finished for record in records}
     assert qbench("run", path, "--out", out, "--device", "cpu") == 0
     assert {record.cell: record.finished for record in store.records()} == before
-    assert capfd.readouterr().err.count("already there") == 4
+    assert capfd.readouterr().err.count("already finished") == 4
 
 
 def test_a_good_record_stays_where_the_cell_is_forced_and_fails(tmp_path, monkeypatch, capfd):
@@ -121,7 +121,7 @@ def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monk
     options = ("--out", out, "--device", "cpu", "--only", "softmax/fp32")
     assert qbench("run", small_recipe(tmp_path, tasks=["demo_choice"]), *options) == 1
     (record,) = Store(out).records()
-    words = "audit: model.layers.1.mlp.up_proj.weight: not the tensor of its name in model.safe"
+    words = "audit: model.layers.1.mlp.up_proj.weight: differs from the tensor in model.safe"
     assert record.error.startswith(words)
 
 
@@ -149,7 +149,7 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     with monkeypatch.context() as disk:
         disk.setattr("qbench.evaluation.kl_observer.write_tensors", full)
         assert qbench(*options) == 0
-    assert "demo_choice is scored, but nothing of it is kept: " in (said := capfd.readouterr().err)
+    assert "demo_choice is scored, but not kept in the cache: " in (said := capfd.readouterr().err)
     assert "cannot be written (No space left on device); make room there" in said
     base, cell = Store(out).records()
     assert (base.status, cell.status) == ("ok", "ok")

@@ -50,7 +50,7 @@ def test_wrong_use_is_one_line(command, monkeypatch, capsys, arguments, words):
         (OSError(28, "No space left on device"), "No space left on device"),
         (MemoryError(), "MemoryError"),
         (ResultsError("there: damaged"), "there: damaged"),
-        (SystemExit(3), "something that was loaded ended the command by sys.exit(3)"),
+        (SystemExit(3), "a plug-in or a library ended the command by sys.exit(3)"),
     ],
     ids=lambda value: type(value).__name__,
 )

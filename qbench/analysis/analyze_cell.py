@@ -67,8 +67,8 @@ def _sensitivity(work: AnalysisResult) -> None:
     rescaled = work.audit is not None and work.audit.rescaled > 0
     if rescaled and not settings.blocks:
         raise UnavailableError(
-            f"{of.label}: factors of its columns are in the layer before (as AWQ puts them), "
-            "so no linear layer can be put into the original alone; add --blocks"
+            f"{of.label}: its layers cannot be exchanged one at a time, since factors of their "
+            "columns were moved into the layer before (as by AWQ); add --blocks"
         )
     model = load_original(of, plan)
     linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts
@@ -100,8 +100,8 @@ def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         work.cell = as_measured(work.cell, work.plan, model, [])
         if not hasattr(model, "forward"):
             raise UnavailableError(
-                f"{work.cell.label} runs outside transformers, where a model's inside "
-                "cannot be measured; leave it out with --only"
+                f"{work.cell.label} runs outside transformers, where activations cannot be "
+                "measured; leave it out with --only"
             )
         ids, work.contents["text"] = read_tokens(work.settings, tokenizer)
     return model, tokenizer, ids

@@ -53,8 +53,8 @@ def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tu
     precision = cells[0].quantization.precision
     if any(cell.without_baseline for cell in cells):
         raise RecipeError(
-            f"--sensitivity {label}: the original of a published copy is not there; name it under "
-            "checkpoints, and the copy as the path of this quantizer"
+            f"--sensitivity {label}: a published copy is compared with its original; name the "
+            "original under checkpoints, and the copy as the path of this quantizer"
         )
     if precision.weights is None and precision.activations is None:
         raise RecipeError(
@@ -92,8 +92,8 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
     if not cells:
         names = ", ".join(cell.name for cell in plan.cells)
         raise RecipeError(
-            "quantizers: none is unquantized (bf16, fp32), and only these are analyzed without "
-            f"--only; the cells are {names}"
+            "quantizers: none is unquantized (bf16, fp32); name the cells to analyze with --only: "
+            f"{names}"
         )
     return cells
 
@@ -163,8 +163,8 @@ def analyze_if_needed(
             record = analyses.get_valid(cell.grid_cell, progress.log)
             made_meanwhile = record is not None and record.started >= requested
             if record is not None and record.status == "ok" and (made_meanwhile or not force):
-                what = "sensitivity already" if isinstance(record, Sensitivity) else "already"
-                progress.log(f"{cell.name}: {what} there")
+                what = "sensitivity" if isinstance(record, Sensitivity) else "analysis"
+                progress.log(f"{cell.name}: {what} already finished")
                 return record
             result = AnalysisResult(
                 cell=cell, plan=plan, progress=progress, analyses=analyses, settings=settings

@@ -92,7 +92,7 @@ class Baseline:
                     texts.append(differences.double().mean(1))
         values = torch.stack(texts, 1).cpu().numpy()
         if not np.isfinite(values[0]).all():
-            raise EvaluationError(f"{name}: quantized, the model's logits are not numbers")
+            raise EvaluationError(f"{name}: if it is quantized, the model's logits are NaN")
         return values
 
     def _batches(self) -> Iterator[Tensor]:

@@ -63,8 +63,8 @@ def set_attention(model: PreTrainedModel, *, normalizer: str, implementation: st
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise UnavailableError(
-            f"{type(model).__name__} does not take its attention from AttentionInterface; set "
-            "attention: native to run its own"
+            f"{type(model).__name__} does not use transformers' AttentionInterface, so qbench "
+            "cannot set its attention; set evaluation.attention: native to keep the model's own"
         )
     model.config.qbench_normalizer = normalizer
     return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
@@ -173,7 +173,9 @@ def parameters_of(
     keywords = {parameter.keyword for parameter in chosen.parameters}
     for name in CHANGING:
         if name not in keywords and options.get(name) is not None:
-            raise UnavailableError(f"{chosen.name} attention has no {name}; use a model without")
+            raise UnavailableError(
+                f"{chosen.name} attention cannot compute {name}; use a model without it"
+            )
     return values
 
 

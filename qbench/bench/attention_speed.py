@@ -347,7 +347,7 @@ def table(results: dict[str, Any]) -> str:
             "TB/s": ("tb_per_s", ".2f"), "of the copy": ("share_of_copy", ".0%"),
         }  # fmt: skip
         page += [
-            "Decode, one query a sequence. Bytes count all keys and values, read or skipped.",
+            "Decode, one query per sequence. Bytes count all keys and values, read or skipped.",
             bench.table(results["decode"], columns),
         ]
     page.append(

@@ -111,7 +111,7 @@ def bench_generation(
         few = _requests(min(CHECKED, prompts), min(length, 100), min(tokens, 16), vocabulary)
         wide = _scorer(model.float(), scorer.hflm.tokenizer, length + tokens, batch_size)
         if wide.generate_until(few) != wide.hflm.generate_until(few, disable_tqdm=True):
-            raise EvaluationError("generated answers in float32 are not what lm-eval's HFLM gives")
+            raise EvaluationError("generated answers in float32 differ from lm-eval's HFLM")
 
     measured = []
     for normalizer in normalizers:

@@ -73,7 +73,7 @@ class Search:
         as_measured(self.base, plan, model, [])
         if stream_of(model) is not None or is_sharded(model):
             raise UnavailableError(
-                f"{self.base.checkpoint_name}: a budget needs the model whole on one device; set "
+                f"{self.base.checkpoint_name}: a budget needs the full model on one device; set "
                 "evaluation.stream: false on a larger GPU"
             )
         linearize(model)

@@ -193,8 +193,8 @@ def require_sizes(config: dict[str, Any], tensors: int) -> None:
         plain = type(value) is int and 0 < value <= most
         if not (plain or value is None or isinstance(value, list)):  # a list: one size a layer
             raise CheckpointError(
-                f"config.json: {name} {value!r}: a whole number above 0 is needed, of layers "
-                f"no more than the {tensors} weight tensors"
+                f"config.json: {name} {value!r}: must be a whole number above 0, and layers no "
+                f"more than the {tensors} weight tensors"
             )
 
 
@@ -245,7 +245,7 @@ def weight_files(folder: Path) -> list[str]:
         raise CheckpointError(f"{INDEX} has no weight_map from tensor names to *.safetensors files")
     if not isinstance(index.get("metadata"), dict):
         raise CheckpointError(
-            f'{INDEX} has no metadata, which transformers reads: "metadata": {{}}'
+            f'{INDEX} has no metadata, which transformers needs; add "metadata": {{}}'
         )
     listed = sorted(set(files.values()))
     if missing := [name for name in listed if not (folder / name).is_file()]:
@@ -407,8 +407,8 @@ def read_own_training(folder: Path) -> Training | None:
     written = training.files.get(CONFIG)
     if written is not None and file_digest(folder / CONFIG) != written:
         raise CheckpointError(
-            f"{folder / CONFIG}: not what training wrote, by {TRAINING_FILE}; restore it, or "
-            f"remove {TRAINING_FILE} if the change is meant"
+            f"{folder / CONFIG}: changed after training, by its digest in {TRAINING_FILE}; "
+            f"restore it, or remove {TRAINING_FILE} if the change is intended"
         )
     return training
 
@@ -452,8 +452,8 @@ def find(
         kind = fla.in_transformers_words(config).get("model_type")  # refuses what no class computes
         if kind not in class_names():
             raise CheckpointError(
-                f"config.json: model_type {kind!r} is no causal language model of the installed "
-                "transformers; code of the checkpoint's own (auto_map) is never run"
+                f"config.json: model_type {kind!r} is not a causal language model of the installed "
+                "transformers; code in the checkpoint (auto_map) is never run"
             )
         # Whether each attention module has its parameter is checked when the model is loaded
         attributes = {name.rpartition(".")[2] for name in headers}
@@ -509,13 +509,13 @@ def _normalizer(config: dict[str, Any], by_recipe: str | None, headers: Iterable
     by_config, by_format = config.get("qbench_normalizer"), None
     if by_config is not None and not (isinstance(by_config, str) and by_config in NORMALIZERS):
         names = ", ".join(NORMALIZERS)
-        raise CheckpointError(f"qbench_normalizer {by_config!r} is not known; known: {names}")
+        raise CheckpointError(f"qbench_normalizer {by_config!r} is unknown; known: {names}")
     if fla.recognizes(config) and config.get("attn_impl") is not None:
         by_format = fla.normalizer(config)
         if by_config not in (None, by_format):
             raise CheckpointError(
-                f"its config contradicts itself: attn_impl {config['attn_impl']!r} is {by_format}, "
-                f"qbench_normalizer is {by_config!r}"
+                f"config.json contradicts itself: attn_impl {config['attn_impl']!r} means "
+                f"{by_format}, but qbench_normalizer is {by_config!r}; correct one of them"
             )
     elif fla.recognizes(config) and by_config is None and by_recipe not in ("softmax", NATIVE):
         raise CheckpointError(

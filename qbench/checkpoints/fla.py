@@ -129,7 +129,7 @@ def normalizer(config: dict[str, Any]) -> str:
     implementation = config["attn_impl"]
     if not isinstance(implementation, str) or implementation not in NORMALIZER_OF:
         raise CheckpointError(
-            f"attn_impl {implementation!r} is not known; known: {', '.join(NORMALIZER_OF)}"
+            f"attn_impl {implementation!r} is unknown; known: {', '.join(NORMALIZER_OF)}"
         )
     return NORMALIZER_OF[implementation]
 
@@ -148,13 +148,15 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if (getattr(parsed, name) or 0) >= parsed.vocab_size:
-            raise CheckpointError(f"config.json: {name}: none of {parsed.vocab_size} tokens")
+            raise CheckpointError(
+                f"config.json: {name} {getattr(parsed, name)}: must be below vocab_size "
+                f"{parsed.vocab_size}"
+            )
     theta = config.get("rope_theta", 10000.0 if parsed.qbench_rotary else None)
     if (theta is None) == parsed.qbench_rotary:
         raise CheckpointError(
-            f"config.json: qbench_rotary {parsed.qbench_rotary}, yet rope_theta "
-            f"{theta}: rope_theta is null where, and only where, the model was trained "
-            "without a rotary embedding"
+            f"config.json: qbench_rotary {parsed.qbench_rotary} and rope_theta {theta} contradict "
+            "each other: rope_theta is null exactly if the model has no rotary embedding"
         )
     return {
         "model_type": kind,

@@ -31,7 +31,7 @@ def dequantized_folder(file: Path, cache: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
-            print(f"{file.name}: dequantized once, into {folder.parent}", file=sys.stderr)
+            print(f"{file.name}: dequantizing it into {folder.parent}, once", file=sys.stderr)
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
                 made = Path(temporary) / "made"
                 command = [sys.executable, "-m", "qbench.checkpoints.from_gguf"]
@@ -69,7 +69,7 @@ def main(file: Path, folder: Path) -> None:
     model.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if problem := tokenizer_problem(tokenizer, gguf.GGUFReader(file).fields.get(ADD_BOS)):
-        raise ValueError(f"{problem}; a newer transformers, or the original's folder")
+        raise ValueError(f"{problem}; update transformers, or name the original's folder")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -89,10 +89,10 @@ def tokenizer_problem(
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     returned = sum(encode(tokenizer.decode([i])) == [i] for i in ids)
     if returned < RETURNED * len(ids):
-        return f"the tokenizer is read wrongly: {returned} of {len(ids)} tokens are one token again"
+        return f"wrong tokenizer: only {returned} of {len(ids)} entries encode to one token again"
     wants_bos = add_bos is not None and add_bos.contents()
     if wants_bos and tokenizer.encode("a")[:1] != [tokenizer.bos_token_id]:
-        return "the tokenizer is read wrongly: texts begin without BOS, which the file asks for"
+        return "wrong tokenizer: texts begin without BOS, which the file requires"
     return None
 
 

@@ -115,7 +115,8 @@ def measured_attention(
             return ChosenAttention(normalizer=normalizer, implementation=attention)
         except UnavailableError as error:
             if not fallback or normalizer not in CLASS_NORMALIZERS:
-                raise UnavailableError(f"{error}; set attention: native to run its own") from error
+                remedy = "set evaluation.attention: native to keep the model's own"
+                raise UnavailableError(f"{error}; {remedy}") from error
             reason = str(error)
     for implementation in ("sdpa", "eager"):
         try:
@@ -152,7 +153,7 @@ def set_ours_or_native(model: PreTrainedModel, normalizer: str, implementation: 
         reason = first_line(error)
     if model.config._attn_implementation != implementation:
         raise UnavailableError(
-            f"{type(model).__name__} has no {implementation} of its own ({reason})"
+            f"{type(model).__name__} has no {implementation} attention ({reason})"
         )
 
 
@@ -421,7 +422,7 @@ def require_finite(model: PreTrainedModel) -> None:
         if model.dtype != torch.float32:
             remedy += ", or, if they are too large for this dtype, use --dtype float32"
         dtype = str(model.dtype).removeprefix("torch.")
-        raise CheckpointError(f"not finite, as {dtype}: {some(lines, most=3)}; {remedy}")
+        raise CheckpointError(f"NaN or infinite in {dtype}: {some(lines, most=3)}; {remedy}")
 
 
 def read_tensor(folder: Path, header: Header) -> torch.Tensor:
@@ -444,7 +445,7 @@ def unlike_files(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
         parameter = model.get_parameter(name)
         stored = read_tensor(checkpoint.folder, header).to(parameter.device, parameter.dtype)
         if not torch.equal(parameter, stored):
-            lines.append(f"{name}: not the tensor of its name in {header.file}")
+            lines.append(f"{name}: differs from the tensor in {header.file}")
     return lines
 
 
@@ -512,12 +513,12 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
             f"{name} fails on qbench's attention ({first_line(error)})"
         ) from error
     if not calls:
-        raise UnavailableError(f"{name} does not call the attention that it is given")
+        raise UnavailableError(f"{name} ignores the attention that qbench sets")
     off = difference(ours, logits)
     if off > rounding_tolerance(model):
         raise UnavailableError(
             f"qbench's attention changes the logits of {name} by {off:.2g} of their size: its own "
-            f"attention has something that qbench's lacks"
+            f"attention computes something that qbench's does not"
         )
 
 

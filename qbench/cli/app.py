@@ -68,9 +68,9 @@ COMMANDS = {
     "export": Entry("show", READ, "Write results in others' formats, or a quantized model."),
     "check": Entry("results", READ, "The CI gate: is any score worse than the baseline's?"),
     "baseline": Entry("results", READ, "Make the baseline that `qbench check` compares with."),
-    "explain": Entry("show", READ, "Say which part of their keys makes two cells different."),
+    "explain": Entry("show", READ, "Show in which parts the keys of two cells differ."),
     "tokenize": Entry("train", TRAIN, "Turn text into token files for `qbench train`."),
-    "train": Entry("train", TRAIN, "Train models alike in all but the normalizer."),
+    "train": Entry("train", TRAIN, "Train models that differ only in the normalizer."),
     "list": Entry("lookup", LOOK_UP, "List quantizers, normalizers, models or tasks."),
     "bench": Entry("bench", LOOK_UP, "Measure speeds, after checking results."),
 }
@@ -178,7 +178,7 @@ def main() -> None:
     except SystemExit as end:  # a plug-in's or a library's, unless typer completed a word, or
         if "_QBENCH_COMPLETE" in os.environ or isinstance(end.__context__, BrokenPipeError):
             raise  # nobody reads what is printed
-        complain(f"something that was loaded ended the command by sys.exit({shown(end.code)})")
+        complain(f"a plug-in or a library ended the command by sys.exit({shown(end.code)})")
         sys.exit(1)
     except (QbenchError, OSError, UnicodeError, MemoryError) as error:
         refuse(error)

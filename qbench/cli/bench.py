@@ -22,7 +22,7 @@ from qbench.recipe import Overrides, save
 from qbench.store import Store
 
 Shape = Annotated[
-    Literal["135m", "340m", "7b", "tiny"], typer.Option(help="Of the model, with random weights.")
+    Literal["135m", "340m", "7b", "tiny"], typer.Option(help="Size of the random model.")
 ]
 NOWHERE = Path(os.devnull)  # for libraries' notes; errors are raised
 

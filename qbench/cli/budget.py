@@ -150,14 +150,16 @@ def _calibration(recipe: Recipe, texts: int) -> CalibrationText:
     one checkpoint is named, or if it has too few samples for ``texts`` windows."""
     if len(recipe.checkpoints) > 1:
         names = ", ".join(recipe.checkpoints)
-        raise RecipeError(f"a budget is of one model, not of {names}: give --checkpoint NAME=DIR, "
-                          "--tasks and --calibration without a recipe")  # fmt: skip
+        raise RecipeError(
+            f"a budget is for one model, not for {names}: give --checkpoint NAME=DIR, --tasks and "
+            "--calibration without a recipe"
+        )
     source = find_calibration(recipe, needed=True)
     if source is None:
         raise RecipeError("costs are measured on calibration text: add --calibration FILE")
     if source.samples <= texts:
         raise RecipeError(
-            f"--texts {texts}: the calibration text has {source.samples} windows, and the others "
-            "calibrate; give fewer, or more --calibration-samples"
+            f"--texts {texts}: must be fewer than the {source.samples} windows of the calibration "
+            "text, since the rest calibrates; lower it, or raise --calibration-samples"
         )
     return source

@@ -137,7 +137,7 @@ Only = Annotated[
     str | None,
     typer.Option(
         metavar="PATTERNS",
-        help="Only cells that match a glob of these: `'softpick/gptq-*,*/bf16'`.",
+        help="Only cells whose names match one of these patterns: `'softpick/gptq-*,*/bf16'`.",
     ),
 ]
 Out = Annotated[
@@ -169,7 +169,7 @@ ClusterOption = Annotated[
         "file.",
     ),
 ]
-DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on.")]
 Json = Annotated[Path | None, _output("FILE", "Also write JSON here, and the table beside it.")]
 
 

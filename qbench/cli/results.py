@@ -129,7 +129,7 @@ def _require_other_files(named: dict[str, Path | None]) -> None:
     seen: dict[Path, str] = {}
     for option, path in named.items():
         if path is not None and (first := seen.setdefault(path.resolve(), option)) != option:
-            raise OutputError(f"{option} {path}: is the file of {first}; name another")
+            raise OutputError(f"{option} {path}: {first} names the same file; name another")
 
 
 def baseline(

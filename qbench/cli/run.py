@@ -122,7 +122,7 @@ def launch(
     first, *others = [name for name, value in places.items() if value is not None] or [""]
     if others and first != "--gpus":
         raise RecipeError(
-            f"{first}: leave {others[0]} out; only one of the two can say where cells run"
+            f"{first} and {others[0]} exclude each other: both say where cells run; leave one out"
         )
     if cluster is not None:
         if importlib.util.find_spec("distributed") is None:
@@ -203,7 +203,7 @@ def run(
         cells_failed = some([record.cell for record in broken])
         what = "failed" if any(record.status == "failed" for record in broken) else "lack a task"
         log = Store(launcher.out).path(broken[0], ".log")
-        said = f"; what libraries said of the first: {log}" if log.is_file() else ""
+        said = f"; log of the first: {log}" if log.is_file() else ""
         complain(
             f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{said}"
         )
@@ -318,7 +318,9 @@ def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
         )
     quantized = all(cell.quantization.precision.quantized for cell in planned.cells)
     if quantized and not planned.recipe.without_baseline:
-        lines.append("no damage is measured: add an unquantized precision to quantizers, as bf16")
+        lines.append(
+            "no damage is measured: add an unquantized precision to quantizers, such as bf16"
+        )
     return lines
 
 

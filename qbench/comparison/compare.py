@@ -30,7 +30,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     names = {cell.quantizer: None for cell in grid.cells if cell.quantized}
     if against not in (None, *names):
         raise ResultsError(
-            f"--against {against}: no quantized column; there are {', '.join(names)}"
+            f"--against {against}: not a quantized column; possible: {', '.join(names)}"
         )
     stored = {cell.cell: store.get(cell) for cell in grid.cells}
     records = {name: record for name, record in stored.items() if record is not None}

@@ -117,7 +117,9 @@ def answer(
     """
     assert task.answers is not None
     if not hasattr(scorer, "answer"):
-        raise EvaluationError(f"{ANSWERS}: only scoring exact and fast give the answers' tokens")
+        raise EvaluationError(
+            f"{ANSWERS}: set evaluation.scoring to exact or fast: only these give tokens"
+        )
     limit, temperature = task.answers.max_new_tokens, task.answers.temperature
     prompts = _ask(scorer, task, settings, chat.tokenizer)
     requests = []

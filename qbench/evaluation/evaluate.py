@@ -97,7 +97,7 @@ class TemplateTask(ConfigurableTask):
 
     A document's prompt, answer and choices are made once: lm-eval asks for each about five times,
     60,000 renderings for five tasks of a cell. Zero-shot requests are built once for all models
-    of a process, unless the definition's own code changes them: that saves 0.3 s a cell of
+    of a process, unless the definition's own code changes them: that saves 0.3 s per cell of
     ARC-easy.
     """
 
@@ -223,12 +223,13 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
     except Exception as error:
         if hub.is_hub_error(error):
             raise DataError(
-                f"{spec.name}: the hub did not give its data: {hub.reason(error)}; or put the data "
-                f"into DIR/{spec.name}/{evaluation_split(config)}.jsonl and add --data DIR"
+                f"{spec.name}: its data cannot be fetched from the hub: {hub.reason(error)}; try "
+                f"again, or put them into DIR/{spec.name}/{evaluation_split(config)}.jsonl and add "
+                "--data DIR"
             ) from error
         line = f"{spec.name}: {spec.definition}: {type(error).__name__}: {first_line(error)}"
         if spec.files and isinstance(error, (KeyError, TypeError, UndefinedError)):
-            line += "; are the fields of its data those that it needs?"
+            line += "; do its data have the fields that it needs?"
         raise DataError(line) from error
     if read_definition(spec.definition).digest != spec.definition_digest:
         raise DataError(
@@ -320,8 +321,8 @@ def seed_generators(seed: int = 0) -> None:
 def _unknown_metric(spec: TaskSpec, metric: str) -> DataError:
     return DataError(
         f"{spec.name}: {spec.definition}: metric_list: {metric}: lm-eval does not know this metric "
-        f"or its aggregation; it has {', '.join(sorted(METRIC_REGISTRY))}; for one that a function "
-        "of your own makes, state its aggregation, such as mean"
+        f"or its aggregation; it has {', '.join(sorted(METRIC_REGISTRY))}; for a metric of your "
+        "own function state its aggregation, such as mean"
     )
 
 
@@ -366,7 +367,7 @@ def check_documents(task: LoadedTask, limit: int | None = None) -> None:
             problems.append((number, problem))
     if problems:
         number, problem = problems[0]
-        more = f" ({len(problems)} of {len(documents)} documents are like it)"
+        more = f" ({len(problems)} of {len(documents)} documents have such a problem)"
         raise DataError(
             f"{task.name}: {task.location(number)}: {problem}{more if len(problems) > 1 else ''}; "
             "correct it, leave the document out, or use a split whose answers are public"
@@ -389,7 +390,7 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
             if value is None or value == [] or value == {}:
                 return f"{field_} is {json.dumps(value)}, so there is nothing to ask"
             if rolling and not (isinstance(value, str) and value.strip()):
-                return f"{field_} is {json.dumps(value)[:40]}, and a text to score is needed"
+                return f"{field_} is {json.dumps(value)[:40]}, but must be a text to score"
     try:
         target = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
         if task.OUTPUT_TYPE != "multiple_choice":
@@ -399,7 +400,7 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
             return "there is no target text" if blank else None
         choices = task.doc_to_choice(document)
     except Exception as error:  # of a definition's own template or function
-        return f"its answer cannot be found ({type(error).__name__}: {first_line(error)})"
+        return f"its answer cannot be computed ({type(error).__name__}: {first_line(error)})"
     if callable(task.config.process_results):
         return None
     texts = isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
@@ -412,7 +413,7 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
         if name in INDEXES and isinstance(answer, int | float):
             missing = not answer >= 0 or answer % 1 != 0  # hidden from the public; NaN is not >= 0
         if missing:
-            return f"{name} {answer!r} is no answer"
+            return f"{name} {answer!r} is not an answer"
     for gold in target if isinstance(target, list) and target else [target]:
         if isinstance(gold, str):
             usable = gold in choices

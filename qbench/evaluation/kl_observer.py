@@ -106,7 +106,7 @@ def _read(cache: Path, key: str) -> dict[str, Tensor]:
 
 def _task_of(instances: Sequence[Any]) -> str:
     """Return the name of the only task of ``instances``."""
-    (name,) = {instance.task_name for instance in instances}  # a task a call
+    (name,) = {instance.task_name for instance in instances}  # one task per call
     return name
 
 

@@ -130,7 +130,7 @@ def load_library() -> Any:
         raise UnavailableError(f"llama.cpp: {INSTALL}")
     if (installed := metadata.version("xllamacpp")) != VERSION:
         raise UnavailableError(
-            f"xllamacpp {installed}: qbench calls the structures of {VERSION} ({INSTALL})"
+            f"xllamacpp {installed} is installed, but qbench needs exactly {VERSION} ({INSTALL})"
         )
     (path,) = Path(package.origin).parent.glob("xllamacpp*.so")
     library = ctypes.CDLL(str(path))
@@ -256,9 +256,9 @@ class LlamaCpp:
         if off <= MIXED_TOLERANCE:
             return []
         return [
-            f"llama.cpp's logits lie {off:.2g} of their size off those of the file's own weights: "
-            "it computes another model than the original's class, or its converter reordered "
-            "weights in a way that qbench does not undo"
+            f"llama.cpp's logits differ by {off:.2g} of their size from those of the file's "
+            "weights: it computes another model than the original's class, or its converter "
+            "reordered weights in a way that qbench does not undo"
         ]
 
 

@@ -53,11 +53,11 @@ def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | No
     reasons = {} if sample.by_bias else {
         "mean": (
             sample.mean_per_token,
-            f"the mean of the sample is {sample.mean_per_token:.4g} nats per token off",
+            f"the sample's mean difference is {sample.mean_per_token:.4g} nats per token",
         ),
         "largest": (
             sample.largest_per_token,
-            f"one request of the sample is {sample.largest_per_token:.4g} nats per token off",
+            f"one request of the sample differs by {sample.largest_per_token:.4g} nats per token",
         ),
         "changed": (
             sample.changed_answers / sample.documents if sample.changed_answers > 1 else 0.0,

@@ -97,7 +97,7 @@ def make(store: Store, out: Path, *, replace: bool = False) -> None:
         ]
     if unfit:
         reasons = "; ".join(group_by_reason(unfit))
-        raise ResultsError(f"{store.directory}: no baseline from this: {reasons}")
+        raise ResultsError(f"{store.directory}: no baseline can be made from this: {reasons}")
     if out.exists() and not replace:
         raise ResultsError(
             f"{out}: exists already; `qbench check {store.directory} --baseline {out}` shows what "

@@ -270,7 +270,7 @@ def _run(name: str, cells: Mapping[str, CellResults]) -> str:
 def _unusable(old: Record, new: Record | None) -> str:
     """Return why the cell ``new`` cannot be compared with the baseline's ``old``; "" if it can."""
     if new is None:
-        return "missing: not in the grid of these results"
+        return "missing in these results"
     if old.quantized and not new.quantized:
         return "no longer quantized"
     return "" if new.audit else "not audited: nothing shows that it was quantized"

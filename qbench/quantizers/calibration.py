@@ -139,7 +139,10 @@ class SequentialCalibrator:
         def enter(block: nn.Module, args: tuple, kwargs: dict) -> None:
             index = len(calls)
             if index >= len(self.blocks) or block is not self.blocks[index]:
-                raise QuantizationError(f"{self.root}: its blocks do not run once each, in order")
+                raise QuantizationError(
+                    f"{self.root}: its blocks do not run once each, in order; such a model cannot "
+                    "be calibrated block by block"
+                )
             options = dict(kwargs)
             hidden, *rest = args or (options.pop("hidden_states"),)
             if output is None:
@@ -436,8 +439,8 @@ def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.Mod
     outside = [n for n in layers if not n.startswith(f"{name}.")]
     if outside:
         raise QuantizationError(
-            f"linear layers outside the blocks {name}: {', '.join(outside)}; set "
-            f"{ignore_advice(outside, layers)}"
+            f"linear layers outside the decoder blocks {name} cannot be calibrated: "
+            f"{', '.join(outside)}; set {ignore_advice(outside, layers)}"
         )
     return name, blocks
 

@@ -29,7 +29,9 @@ def library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UnavailableError("gguf: pip install -e '.[llamacpp]' reads it") from None
+        raise UnavailableError(
+            "GGUF files need the package gguf: pip install -e '.[llamacpp]'"
+        ) from None
     return gguf
 
 
@@ -62,7 +64,8 @@ def describe(path: str) -> dict[str, Any]:
         )
     if architecture in INTERLEAVED and any("_exps." in tensor.name for tensor in reader.tensors):
         raise CheckpointError(
-            f"{path}: experts of {architecture} in GGUF files are not read; its safetensors are"
+            f"{path}: experts of {architecture} in GGUF files are not supported; use the "
+            "safetensors files"
         )
     for tensor in reader.tensors:
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1:

@@ -205,7 +205,7 @@ class PublishedCopy(Published):
         if blocks and self.device == "cpu" and columns % 64:
             raise QuantizationError(
                 f"{self.name}: {name} has {columns} inputs, and on CPUs bitsandbytes 0.50 reads "
-                "4-bit rows of whole blocks of 64 alone; run it on a GPU"
+                "4-bit rows only if these are a multiple of 64; run it on a GPU"
             )
 
     @property

@@ -337,7 +337,7 @@ def _to_quantize(model: nn.Module, settings: WeightSettings) -> dict[str, nn.Lin
     at_ends = named_ends(model, settings)
     if at_ends and stream_of(model) is not None:
         raise QuantizationError(
-            f"{settings.name}: {', '.join(at_ends)}: not quantized block by block: set "
+            f"{settings.name}: {', '.join(at_ends)}: cannot be quantized block by block; set "
             "evaluation.stream: false"
         )
     return linears(model, settings.ignore) | at_ends

@@ -98,7 +98,7 @@ def read_texts(path: Path, *, most: int | None = None, digest: str | None = None
                     raise DataError(f"{path}: line {number}: not a JSON object with a text field")
                 texts.append(text)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
+        raise DataError(f"{path}: not a complete gzip file ({error}); fetch it again") from None
     return texts
 
 

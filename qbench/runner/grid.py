@@ -73,8 +73,8 @@ def run_cells(
     before = grid.store.put_manifest(plan.manifest, grid.progress.log)
     if before is not None and before.cells != plan.manifest.cells:
         grid.progress.log(
-            f"{out} held results of other settings or versions; they stay, and count again when "
-            "the same command is given again; tables show this run"
+            f"{out} holds results of other settings or versions; they stay, and are reused if "
+            "their command is run again; tables show this run"
         )
     sources = Sources(
         plan.recipe.data,
@@ -144,7 +144,7 @@ class _GridRun:
                 keys.add(cell.key)
                 continue
             self.progress.begin(cell.name)
-            self.progress.log(f"{cell.name}: already there")
+            self.progress.log(f"{cell.name}: already finished")
             self.progress.end(cell.name)
             self.done[cell.name] = record
         return missing
@@ -257,14 +257,14 @@ def run_cell(
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        progress.log(f"{cell.name}: another run computes it; its record is waited for")
+        progress.log(f"{cell.name}: another run computes it; waiting for its record")
         lock.acquire()
         force = False
     try:
         record = store.get_valid(cell.grid_cell, progress.log)
         progress.begin(cell.name)
         if not force and is_up_to_date(record, cell, plan, store, cache):
-            progress.log(f"{cell.name}: already there")
+            progress.log(f"{cell.name}: already finished")
         else:
             record = run(cell, plan, store, progress, cache, reuse=reuse)
             if not lacks(record, cell):

@@ -15,6 +15,10 @@ from qbench.tables.table import Table, latex, markdown
 from qbench.text import for_markdown
 
 FORMATS = ("md", "tex", "csv")
+PAGE = (
+    "Scores of each checkpoint and precision, and what quantization lost against the same "
+    "checkpoint unquantized."
+)
 
 
 def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
@@ -51,7 +55,7 @@ def table_files(
         if format == "md":
             title, *lines = map(for_markdown, about(comparison))
             answer = "\n".join(f"- {for_markdown(line)}" for line in verdict(comparison))
-            text = "\n\n".join([f"# {title}", "  \n".join(lines), answer, text])
+            text = "\n\n".join([f"# Results of {title}", PAGE, "  \n".join(lines), answer, text])
         files[f"tables.{format}"] = text
     if comparison.seeds:
         files["seeds.csv"] = seeds_csv(comparison)

@@ -115,7 +115,7 @@ class Run:
                 progress = Progress.model_validate_json(metadata["progress"])
                 tensors = ((name, file.get_tensor(name)) for name in names)
                 if metadata.get("sha256") != _checksum(metadata["progress"], tensors):
-                    raise ValueError("its checksum is another")
+                    raise ValueError("its checksum does not match")
                 self._require_same(progress.settings)
                 for name in names:
                     kind, _, rest = name.partition("/")
@@ -191,7 +191,7 @@ class Run:
         for name, written in record.files.items():
             file = self.folder / name
             if not file.is_file() or file_digest(file) != written:
-                raise TrainingError(f"{file}: not what training wrote; {remedy}")
+                raise TrainingError(f"{file}: changed after training; {remedy}")
         return record
 
     def _require_same(self, settings_digest: str) -> None:

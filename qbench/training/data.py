@@ -130,7 +130,7 @@ def read_token_files(folder: Path) -> TokenFiles:
     for part in PARTS:
         file = folder / f"{part}.bin"
         if not file.is_file() or file_digest(file) != getattr(about, part).sha256:
-            raise DataError(f"{file}: its content is not what was written; tokenize again")
+            raise DataError(f"{file}: its content does not match its checksum; tokenize again")
         empty = not file.stat().st_size
         arrays[part] = np.empty(0, dtype) if empty else np.memmap(file, dtype, mode="r")
     if tokenizer_digest(folder) != about.tokenizer_digest:
@@ -280,7 +280,7 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int) -
     if about.vocabulary > recipe.model.vocabulary:
         raise RecipeError(
             f"model.vocabulary {recipe.model.vocabulary}: the tokenizer of {files.folder} has "
-            f"{about.vocabulary} ids"
+            f"{about.vocabulary} ids; set model.vocabulary to at least that"
         )
     if recipe.data.bos_first and about.bos is None:
         raise RecipeError(f"data.bos_first: the tokenizer of {files.folder} has no BOS token")

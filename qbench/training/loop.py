@@ -153,7 +153,7 @@ class Trainer:
             )
         self.progress.held_out = texts
         if self.progress.step:
-            log(f"goes on from step {self.progress.step:,}")
+            log(f"continues from step {self.progress.step:,}")
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
 

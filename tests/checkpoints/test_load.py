@@ -110,7 +110,7 @@ def test_a_parameter_that_is_not_its_files_tensor_is_named(tmp_path, kind):
     assert unlike_files(model, checkpoint) == []
     model.model.layers[0].mlp.up_proj.weight.data[3, 5] += 1
     assert unlike_files(model, checkpoint) == [
-        "model.layers.0.mlp.up_proj.weight: not the tensor of its name in model.safetensors"
+        "model.layers.0.mlp.up_proj.weight: differs from the tensor in model.safetensors"
     ]
 
 

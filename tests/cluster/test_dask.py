@@ -197,7 +197,7 @@ def test_a_run_whose_client_is_killed_goes_on_from_its_records(tmp_path):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
                               timeout=200)  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert "softmax/fp32: already there" in done.stderr
+        assert "softmax/fp32: already finished" in done.stderr
         first, second = Store(out).records()
         assert first == finished
         assert (second.status, second.damage.status) == ("ok", "measured")

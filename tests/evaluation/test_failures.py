@@ -37,7 +37,7 @@ def change(data, task, line, **fields):
 @pytest.mark.parametrize(
     ("task", "fields", "words"),
     [
-        ("demo_pages", {"page": " \n"}, "page is .*, and a text to score is needed"),
+        ("demo_pages", {"page": " \n"}, "page is .*, but must be a text to score"),
         ("demo_choice", {"query": None}, "query is null, so there is nothing to ask"),
         ("demo_lastword", {"text": ""}, "there is no target text"),  # known when lm-eval made it
     ],
@@ -148,7 +148,7 @@ def test_a_decoder_that_does_not_give_what_the_head_takes_is_refused():
     ("named", "task", "words"),
     [
         ({}, "demo_lastword", "tokenizer has neither a BOS nor an EOS token, and lm-eval puts one"),
-        ({"bos_token": "<s>"}, "sums", "sums: .* tokenizer has no EOS token, at which lm-eval"),
+        ({"bos_token": "<s>"}, "sums", "sums: .* tokenizer has no EOS token, which ends"),
     ],
 )
 def test_a_tokenizer_without_the_tokens_that_lm_eval_needs_is_named(tmp_path, named, task, words):

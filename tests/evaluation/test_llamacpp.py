@@ -172,7 +172,7 @@ def test_another_models_file_and_one_in_another_order_fail_their_audit(files, tm
     [
         ("softmax", "none.gguf", "no such file"),
         ("softmax", "text.gguf", "not a complete GGUF file"),
-        ("softpick", "F32", "llama.cpp computes softmax, and"),
+        ("softpick", "F32", "llama.cpp computes softmax attention"),
     ],
 )
 def test_what_cannot_run_is_refused_before_work_begins(files, tmp_path, checkpoint, path, words):

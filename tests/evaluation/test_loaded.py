@@ -74,7 +74,7 @@ def test_a_label_that_names_no_choice_is_refused_with_file_and_line(tmp_path, la
     line = str(error.value)
     assert line.startswith(f"quiz: {path}:3: label ")
     assert "names none of its 2 choices" in line
-    assert "(2 of 6 documents are like it)" in line
+    assert "(2 of 6 documents have such a problem)" in line
     assert line.count("\n") == 0
 
 
@@ -82,7 +82,7 @@ def test_a_label_that_names_no_choice_is_refused_with_file_and_line(tmp_path, la
 def test_a_hidden_label_of_which_a_function_makes_an_answer_is_refused(tmp_path, label):
     """copa's takes the second choice wherever the label is not 0."""
     task, path = loaded(tmp_path, "copa", "validation", [COPA, {**COPA, "label": label}])
-    with pytest.raises(DataError, match=rf"{path}:2: label {label} is no answer"):
+    with pytest.raises(DataError, match=rf"{path}:2: label {label} is not an answer"):
         check_documents(task)
 
 
@@ -114,7 +114,7 @@ def test_documents_beyond_the_limit_are_not_asked(tmp_path):
     ("task", "split", "row", "words"),
     [
         ("arc_easy", "test", {**ARC, "answerKey": "E"}, "its answer cannot be found"),
-        ("hellaswag", "validation", {**HELLASWAG, "label": "-1"}, "label '-1' is no answer"),
+        ("hellaswag", "validation", {**HELLASWAG, "label": "-1"}, "label '-1' is not an answer"),
         ("quiz", "test", {**QUIZ, "options": []}, r"its choices are \[\], not texts"),
         ("quiz", "test", {**QUIZ, "text": None}, "text is null, so there is nothing to ask"),
         ("wikitext", "test", {"page": None}, ":2: "),

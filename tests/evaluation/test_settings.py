@@ -94,8 +94,8 @@ def report(*samples, mode="fast"):
 @pytest.mark.parametrize(
     ("bounds", "words"),
     [
-        ({"mean": 0.005}, "the mean of the sample is 0.01 nats per token off"),
-        ({"largest": 0.1}, "one request of the sample is 0.2 nats per token off"),
+        ({"mean": 0.005}, "the sample's mean difference is 0.01 nats per token"),
+        ({"largest": 0.1}, "one request of the sample differs by 0.2 nats per token"),
         ({"changed": 0.05}, "3 of 20 answers changed"),
     ],
 )

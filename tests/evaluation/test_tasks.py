@@ -251,7 +251,11 @@ def test_what_a_tasks_code_lacks_is_named(tmp_path):
     ("old", "new", "words"),
     [
         ("loglikelihood", "loglikelyhood", "mine.yaml: ValueError: Got invalid output_type .*l'$"),
-        ("acc}", "mine_own}", "metric_list: mine_own: lm-eval .* of your own makes, state its agg"),
+        (
+            "acc}",
+            "mine_own}",
+            "metric_list: mine_own: lm-eval .* of your own function state its agg",
+        ),
         ("acc}", "acuracy, aggregation: mean}", "mine.yaml: metric_list: acuracy: lm-eval does no"),
         ("acc}", "acc, aggregation: meen}", "metric_list: acc: lm-eval does not know .* aggregati"),
     ],

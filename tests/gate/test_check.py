@@ -51,7 +51,7 @@ def test_one_document_is_not_called_all_documents(tmp_path):
 def test_no_file_is_written_over_another(good, standard, tmp_path, options):
     base = shutil.copy(standard, tmp_path / "base")
     given = [one if one.startswith("-") else tmp_path / one for one in options]
-    with pytest.raises(OutputError, match=r"is the file of --(baseline|summary); name another"):
+    with pytest.raises(OutputError, match=r"--(baseline|summary) names the same file; name"):
         qbench("check", good.directory, "--baseline", base, *given)
     assert (tmp_path / "base").read_bytes() == standard.read_bytes()
 

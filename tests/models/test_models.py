@@ -128,7 +128,7 @@ def test_heads_of_another_width_or_scale_are_scored_as_measured(kind, stated, fa
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("mamba", "does not call the attention that it is given"),
+        ("mamba", "ignores the attention that qbench sets"),
         ("bloom", "does not take its attention from AttentionInterface"),
         ("mimo_v2_flash", "attention has no s_aux"),
     ],

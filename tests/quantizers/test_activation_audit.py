@@ -64,7 +64,7 @@ def test_a_hook_that_is_gone_is_caught_by_what_the_product_takes_in(folder):
     model.get_submodule(LAYER)._forward_pre_hooks.clear()
     first, second = check(model, chosen).problems
     assert first.startswith(f"{LAYER}: ")
-    assert "% of its input's values are not what int4 makes of them" in first
+    assert "% of its input's values differ from their rounding to int4" in first
     assert second.startswith(f"{LAYER}: ")
     assert "levels under one scale of its input, 4 bits have 16" in second
 
@@ -97,7 +97,7 @@ def test_rounding_that_is_a_little_wrong_is_caught(wrong, folder, monkeypatch):
     model = make(chosen, folder)
     monkeypatch.setattr(fake_quant, "fake_quantize", lambda x, form, fixed: wrong(x))
     problems = check(model, chosen).problems
-    assert len([p for p in problems if "are not what int8 makes of them" in p]) == 14
+    assert len([p for p in problems if "differ from their rounding to int8" in p]) == 14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,9 +36,9 @@ def recipe_of(folder, *quantizers, checkpoint="softmax"):
 @pytest.mark.parametrize(
     ("quantizer", "checkpoint", "words"),
     [
-        ("exl3-4bit", "softmax", "exl3-4bit: gptqmodel makes it on a GPU only"),
-        ("gguf-q8_0", "softpick", "xllamacpp computes softmax, and .* was trained with softpick"),
-        ("gguf-q4_k", "softmax", "gguf-q4_k: .* has 128 inputs, no whole blocks of 256; take"),
+        ("exl3-4bit", "softmax", "exl3-4bit: gptqmodel needs a GPU"),
+        ("gguf-q8_0", "softpick", "xllamacpp computes softmax, but .* was trained with softpick"),
+        ("gguf-q4_k", "softmax", "gguf-q4_k: .* has 128 inputs, not a multiple of 256; take"),
         ("awq-4bit:ignore=[o_proj]", "softmax", "unknown option 'ignore'"),
         ("command:command=cp", "softmax", r"command: write \{model\} and \{out\} in it"),
         ("command:command=gone {model} {out}", "softmax", "command: gone is not installed"),
@@ -62,7 +62,7 @@ def test_what_no_library_can_make_is_refused_when_planned(
 
 def test_exl3_refuses_a_layer_of_no_whole_blocks():
     settings_of("exl3-4bit").check_layers({"wide": (384, 1024)})
-    with pytest.raises(QuantizationError, match="q_proj has 576 outputs, no whole blocks of 128"):
+    with pytest.raises(QuantizationError, match="q_proj has 576 outputs, not a multiple of 128"):
         settings_of("exl3-4bit").check_layers({"q_proj": (576, 512)})
 
 

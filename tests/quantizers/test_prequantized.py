@@ -419,7 +419,7 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span
     ("name", "config", "words"),
     [
         ("bnb-nf4", {"quantization_config": None}, "it is not quantized: its config.json has no"),
-        ("bnb-nf4", {"quantization_config": {"quant_method": "abc"}}, "'abc': the installed tra"),
+        ("bnb-nf4", {"quantization_config": {"quant_method": "abc"}}, "'abc' cannot be loaded"),
         ("bnb-nf4", {"num_attention_heads": 2}, "num_attention_heads 2, and"),
         ("bnb-nf4", {"qbench_normalizer": "softpick"}, "it was trained with softpick, and"),
         (None, {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},

@@ -115,7 +115,7 @@ def test_processes_give_back_records_and_progress(tmp_path):
     assert shown.count(": done (") == 4
     assert shown.count(": step\n") == 4
     _, shown, _ = run_quickly(tmp_path, workers())
-    assert shown.count("already there") == 4
+    assert shown.count("already finished") == 4
 
 
 @pytest.mark.parametrize("slots", [[0], [0, 0]])

@@ -137,5 +137,5 @@ def test_precisions_are_compared_with_the_one_that_is_named(tmp_path, checkpoint
     }  # fmt: skip
     assert loss.estimate == pytest.approx(values["bnb-4bit"] - values["hqq-2bit"])
     assert loss.family == 2 * len(checkpoints)  # metrics
-    with pytest.raises(ResultsError, match="--against nf4: no quantized column; there are bnb-4b"):
+    with pytest.raises(ResultsError, match="--against nf4: not a quantized column; possible: b"):
         compare(store, against="nf4")

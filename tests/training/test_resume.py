@@ -71,7 +71,7 @@ def test_stops_at_any_step_change_no_bit(tmp_path, train, trained, first):
     assert train(tmp_path, stop_after=6, **settings) == []
     said = []
     [record] = train(tmp_path, log=said.append, **settings)
-    assert f"softmax-seed3: goes on from step {first + 6}" in said
+    assert f"softmax-seed3: continues from step {first + 6}" in said
     assert [one.first_step for one in record.sessions] == [0, first, first + 6]
     assert weights(tmp_path, "softmax-seed3") == weights(trained[0], "softmax-seed3")
 

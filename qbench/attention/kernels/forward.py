@@ -62,7 +62,7 @@ def attn_fwd_inner(
                 for i in tl.static_range((BLOCK_K - 1) // CHUNK + 2):  # a tile may begin inside
                     tl.store(flags + tl.minimum(start + i * CHUNK, last) // CHUNK, 1)
         if NO_MAX:
-            # Eight sums a row, so that no thread needs another's until the end.
+            # Eight sums per row, so that no thread needs another's until the end.
             p, below = formulas.forward_terms(
                 scores * scale, 0.0, NORM, False
             )  # [BLOCK_Q, BLOCK_K] each

@@ -125,7 +125,7 @@ class SoftmaxSink(Softmax1):
     """Softmax with a learned sink s per head (gpt-oss)."""
 
     name = "softmax-sink"
-    description = "softmax with e to a learned sink a head added to the denominator"
+    description = "softmax with e to a learned sink per head added to the denominator"
     parameters = (
         Parameter(name="sinks", trainable=True, attribute="sinks", keyword="s_aux"),
         SLOPES,

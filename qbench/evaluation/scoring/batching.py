@@ -134,8 +134,8 @@ def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
     most = max((max(tokens, default=0) for tokens in prompts), default=0)
     if most >= rows:
         raise EvaluationError(
-            f"its tokenizer gives token {most}, and the model embeds {rows}: the tokenizer belongs "
-            "to another model"
+            f"its tokenizer gives token id {most}, but the model embeds {rows} ids: the tokenizer "
+            "belongs to another model"
         )
 
 

@@ -134,7 +134,7 @@ def _prompts(
     kwargs = [normalize_gen_kwargs(request.args[1], hflm.max_gen_toks) for request in requests]
     if requests and hflm.eot_token_id is None:
         task = requests[0].task_name
-        raise EvaluationError(f"{task}: its tokenizer has no EOS token, at which lm-eval stops")
+        raise EvaluationError(f"{task}: its tokenizer has no EOS token, which ends answers")
     eos = hflm.tok_decode(hflm.eot_token_id, skip_special_tokens=False)
     encoded = encode_texts(
         hflm.tokenizer,

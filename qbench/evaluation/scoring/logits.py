@@ -121,7 +121,7 @@ class Observer(Protocol):
     objects: ``task_name``, ``doc_id``, ``idx``), how many tokens of each are scored, and the LM
     head (``hidden_states.LMHead``); ``end`` comes when the call is scored.
 
-    ``batch`` comes once a forward. ``hidden`` [R, H] are the LM head's input rows, still being
+    ``batch`` comes once per forward. ``hidden`` [R, H] are the LM head's input rows, still being
     computed where the device is asynchronous. ``projection`` says how they go through it. What it
     returns is called with each part of their logits.
 

@@ -138,7 +138,7 @@ class Rounding:
             worst = relative_error(*(float(x.square().sum()) for x in (rounded - right, right)))
             named = form.element if form.symmetric else f"asymmetric {form.element}"
             self.problems.append(
-                f"{off:.1%} of {self.noun} are not what {named} makes of them "
+                f"{off:.1%} of {self.noun} differ from their rounding to {named} "
                 f"(relative difference {worst:.2g})"
             )
 

@@ -121,8 +121,8 @@ def wrong_output(call: Call) -> str | None:
     if distance <= max(effect / 2, ROUNDED.get(call.query.dtype, 1e-4)):
         return None
     return (
-        f"what attention returns is {distance:.2g} off attention over the quantized cache; without "
-        f"any quantization it would be {effect:.2g} off"
+        f"attention's output differs by {distance:.2g} from attention over the quantized cache; "
+        f"without any quantization it would differ by {effect:.2g}"
     )
 
 

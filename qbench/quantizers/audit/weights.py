@@ -410,7 +410,7 @@ def _problems(
     # Groups with no more values than a code need no rounding, and their errors may have a mean
     if lean > most and levels(stored.groups(matrix.weight)) > 2**settings.num_bits:
         problems.append(
-            f"the errors lean to one side by {lean:.2f} of their size, as if a zero point is off"
+            f"the mean error is {lean:.2f} of the errors' size, as if a zero point were wrong"
         )
     share = measured["other_rows"] / measured["rows"] if measured["rows"] else 0.0
     if share > OTHER_ROWS and columns >= LEAST_COLUMNS:
@@ -541,8 +541,9 @@ def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Ten
         share = float(products[zeros].sum() / products.sum().clamp_min(1e-30))
         if not share <= allowed:
             problems.append(
-                f"{name}: {int(zeros.sum())} of {len(zeros)} columns are zeros, and {share:.1%} of "
-                f"the squared products go there; {allowed:.1%} may: calibrate on more text"
+                f"{name}: {int(zeros.sum())} of {len(zeros)} columns are zeros, which loses "
+                f"{share:.1%} of the squared products, more than {allowed:.1%}: calibrate on more "
+                "text"
             )
 
     watch_inputs(original, {n: original.get_submodule(n) for n in zeroed}, look, [probe])

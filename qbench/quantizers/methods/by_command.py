@@ -42,9 +42,9 @@ class ByCommand(LibraryMade):
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if not all(part in self.command for part in ("{model}", "{out}")):
-            raise RecipeError("command: write {model} and {out} in it")
+            raise RecipeError("command: must contain {model} and {out}")
         if shutil.which(self.package) is None:
-            raise RecipeError(f"command: {self.package} is not installed")
+            raise RecipeError(f"command: no program {self.package}; install it or give its path")
 
 
 def make(model: Path, out: Path, texts: Texts, settings: ByCommand) -> None:

@@ -57,7 +57,7 @@ class LibraryMade(WeightSettings):
             install = f"-e '.[{self.extra}]'" if self.extra else self.requirements[0]
             raise RecipeError(f"{self.name}: it needs {self.package}: pip install {install}")
         if self.needs_gpu and device != "cuda":
-            raise RecipeError(f"{self.name}: {self.package} makes it on a GPU only")
+            raise RecipeError(f"{self.name}: {self.package} needs a GPU for it")
 
     def check_layer(self, name: str, rows: int, columns: int) -> None:
         for noun, count, block in zip(
@@ -65,6 +65,6 @@ class LibraryMade(WeightSettings):
         ):
             if count % block:
                 raise QuantizationError(
-                    f"{self.name}: {name} has {count} {noun}, no whole blocks of {block}; take "
+                    f"{self.name}: {name} has {count} {noun}, not a multiple of {block}; take "
                     "another type or method"
                 )

@@ -32,7 +32,7 @@ def _layers(value: Any) -> tuple[tuple[str, WeightSettings], ...]:
             except RecipeError as error:
                 raise ValueError(f"{WRITE} ({names}: {error})") from None
             if config.weights is None or config.beside_weights or config.weights.prequantized:
-                raise ValueError(f"{WRITE} of weights alone, made here (see {names})")
+                raise ValueError(f"{WRITE} that qbench applies to weights only (see {names})")
             chosen = config.weights
         pairs.append((pattern(names), chosen))
     return tuple(pairs)
@@ -80,8 +80,8 @@ class Mixed(WeightSettings):
             parts.append((names, chosen, mine))
         if left:
             raise QuantizationError(
-                f"{self.name}: no pattern of layers matches {some(sorted(left))}; add '*', or "
-                "ignore"
+                f"{self.name}: no pattern matches the layers {some(sorted(left))}; add a pattern "
+                "'*', or list them under ignore"
             )
         return parts
 
@@ -106,8 +106,8 @@ class Mixed(WeightSettings):
         for names, chosen in self.layers:
             chosen.check(config, device)
             if ENDS.search(names) and not chosen.of_ends:
-                raise RecipeError(f"{self.name}: layers: {names}: {chosen.name} takes linear "
-                                  "layers alone; take rtn or hqq")  # fmt: skip
+                raise RecipeError(f"{self.name}: layers: {names}: {chosen.name} cannot "
+                                  "quantize LM head or embeddings; use rtn or hqq")  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         layers = {names: chosen.to_dict() for names, chosen in self.layers}

@@ -62,4 +62,6 @@ class LmEvalModel(WeightSettings):
 
         names = sorted(set(lm_eval.api.registry.model_registry.keys()) - set(NOT_HERE))
         if self.model not in names:
-            raise RecipeError(f"lm-eval: model {self.model!r} is none of {', '.join(names)}")
+            raise RecipeError(
+                f"lm-eval: model {self.model!r} is unknown; known: {', '.join(names)}"
+            )
