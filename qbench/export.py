@@ -207,9 +207,9 @@ def card(
     about = f"{made}; normalizer {record.normalizer}."
     if hub_id is None:
         about += " base_model: not known, since the checkpoint was a local folder."
-    said = [*measured(comparison), *verdict(comparison)] if comparison else []
-    said += more
-    text = "\n\n".join(for_markdown(line) for line in (about, *said))
+    lines = [*measured(comparison), *verdict(comparison)] if comparison else []
+    lines += more
+    text = "\n\n".join(for_markdown(line) for line in (about, *lines))
     return f"---\n{yaml.strip()}\n---\n\n{text}\n\n{shown}\n"
 
 

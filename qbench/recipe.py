@@ -737,14 +737,14 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     )
     source = _one_off(changed) if path is None else _read(path)
     values = source.values
-    alone = path is None and not checkpoints  # copies without an original
-    if alone:
+    copies_only = path is None and not checkpoints  # copies without an original
+    if copies_only:
         checkpoints, copies = copies, {}
     _replace_checkpoints(source, checkpoints)
     for what, key in {"quantizers": "label", "tasks": "name"}.items():
         if (names := getattr(changed, what)) is not None:
             source.replace(_named(values.get(what, []), names, key), what)
-    if alone:
+    if copies_only:
         values["quantizers"] = ["checkpoint"]
     if copies:
         if len(declared := values.get("checkpoints", {})) > 1:

@@ -37,7 +37,7 @@ def load(name: str) -> Any:
 
 
 @contextmanager
-def alone() -> Iterator[Callable[[str], None]]:
+def quiet() -> Iterator[Callable[[str], None]]:
     """Send all that libraries print in the body to a log; yield a function that prints a line on
     the terminal."""
     with terminal() as screen, redirected(NOWHERE):
@@ -92,7 +92,7 @@ def generation(
     normalizer: Repeatable. Default: softmax and softpick.
     """
     bench = load("bench.generation")
-    with alone() as log:
+    with quiet() as log:
         results = bench.bench_generation(
             shape=shape, device=choose_device(device), prompts=prompts, length=prompt,
             tokens=tokens, batch_size=batch_size,
@@ -118,7 +118,7 @@ def evaluation(
     """
     bench = load("bench.evaluation_speed")
     planned = load_launcher(recipe, overrides, out=None, device=device).plan()
-    with alone() as log:
+    with quiet() as log:
         results = bench.bench_evaluation(planned, log=log)
     show(bench.table(results), results, out)
 
@@ -144,7 +144,7 @@ def command(
     """
     planned = load_launcher(recipe, overrides, out=None, device=device).plan()
     bench = load("bench.command_speed")
-    with TemporaryDirectory() as folder, alone() as log:
+    with TemporaryDirectory() as folder, quiet() as log:
         written = Path(folder) / "recipe.yaml"
         save(recipe, overrides, written)
         results = bench.bench_command(planned, written, cell, log=log)
@@ -169,7 +169,7 @@ def cells(
     bench, store = load("bench.cells"), Store(folder)
     good = {record.cell: record for record in store.records() if record.status == "ok"}
     records = [good[name] for name in select(good, only)]
-    with alone() as log:
+    with quiet() as log:
         results = bench.bench_cells(store, records, cache_folder(), device=choose_device(device),
                                     tokens=tokens, log=log)  # fmt: skip
     show(bench.table(results), results, out)

@@ -442,8 +442,8 @@ def training_notes(comparison: Comparison) -> list[str]:
         if None in pair:
             continue
         differing = [
-            f"{part} {_in_short(one)} and {_in_short(another)}"
-            for part, one, another in key_differences(*(each.in_common for each in pair))
+            f"{part} {_in_short(a)} and {_in_short(b)}"
+            for part, a, b in key_differences(*(each.in_common for each in pair))
             if not (seeds and part == "seed")
         ]
         if differing:

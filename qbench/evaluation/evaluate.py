@@ -418,8 +418,8 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
         if isinstance(gold, str):
             usable = gold in choices
         else:  # of a column of whole numbers with one that is missing, a float
-            whole = gold.is_integer() if isinstance(gold, float) else isinstance(gold, int)
-            usable = whole and 0 <= gold < len(choices)
+            is_index = gold.is_integer() if isinstance(gold, float) else isinstance(gold, int)
+            usable = is_index and 0 <= gold < len(choices)
         if not usable:
             return (
                 f"label {gold!r:.80} names none of its {len(choices)} choices "

@@ -389,7 +389,7 @@ class ExternalScorer(LM):
         if not self._probed:
             self._require_probabilities()
             self._probed = True
-        return self._asked("loglikelihood", requests)
+        return self._call("loglikelihood", requests)
 
     def _require_probabilities(self) -> None:
         """Raise EvaluationError if the runtime's log-likelihoods are not probabilities.
@@ -402,7 +402,7 @@ class ExternalScorer(LM):
             Instance(request_type="loglikelihood", doc={}, arguments=("The", f" {letter}"), idx=i)
             for i, letter in enumerate(ascii_lowercase)
         ]
-        answers = self._asked("loglikelihood", instances)
+        answers = self._call("loglikelihood", instances)
         total = sum(math.exp(min(value, 1.0)) for value, _ in answers)
         if not total <= 1.01:  # servers round
             raise EvaluationError(
@@ -413,12 +413,12 @@ class ExternalScorer(LM):
             )
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        return self._asked("loglikelihood_rolling", requests)
+        return self._call("loglikelihood_rolling", requests)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        return self._asked("generate_until", requests)
+        return self._call("generate_until", requests)
 
-    def _asked(self, kind: str, requests: list[Any]) -> list[Any]:
+    def _call(self, kind: str, requests: list[Any]) -> list[Any]:
         """Return the runtime's answers to ``requests`` of one kind. Raises EvaluationError with its
         error."""
         try:

@@ -205,7 +205,7 @@ class WeightSettings(Settings):
     runtime: ClassVar[Runtime] = "transformers"
     ends_quantized: ClassVar[bool] = False  # embeddings and LM head too
     of_ends: ClassVar[bool] = False
-    whole: ClassVar[bool] = False  # its weights may be the original's: another runtime's column
+    unrounded: ClassVar[bool] = False  # its weights may equal the original's: another runtime's
     note: ClassVar[str] = ""  # what did it, in a few words
 
     compute_dtype: Annotated[

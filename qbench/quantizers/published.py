@@ -213,7 +213,7 @@ class PublishedCopy(Published):
         return "llama.cpp" if self.format == GGUF else "transformers"
 
     @property
-    def whole(self) -> bool:
+    def unrounded(self) -> bool:
         """Return whether nothing is rounded to fewer bits, as in a GGUF file of F32."""
         return self.least_bits >= UNQUANTIZED_BITS
 
@@ -286,8 +286,8 @@ def stated_bits(method: str, config: Mapping[str, Any]) -> float:
     """Return the bits of weights that the configuration, else the name of its format, states."""
     if config.get("load_in_8bit") or config.get("load_in_4bit"):
         return 8 if config.get("load_in_8bit") else 4
-    stated = (v for k, v in entries(config) if k in ("bits", "num_bits", "w_bit", "nbits"))
-    numbers = [v for v in stated if isinstance(v, int | float) and 0 < v <= UNQUANTIZED_BITS]
+    numbers = (v for k, v in entries(config) if k in ("bits", "num_bits", "w_bit", "nbits"))
+    numbers = [v for v in numbers if isinstance(v, int | float) and 0 < v <= UNQUANTIZED_BITS]
     if numbers:
         return min(numbers)
     names = " ".join([str(config.get("quant_type") or ""), method])

@@ -117,8 +117,8 @@ def over_seeds(
             of_seeds = _reach(parts[1:], confidence)
             below, above = (abs(float(end[0]) - estimate) for end in heavy.interval(confidence))
             return estimate - math.hypot(below, of_seeds), estimate + math.hypot(above, of_seeds)
-        alone = _reach([(of_documents, documents - 1)], confidence)
-        reach = max(_reach(parts, confidence), 0.0 if few else alone)
+        of_documents_only = _reach([(of_documents, documents - 1)], confidence)
+        reach = max(_reach(parts, confidence), 0.0 if few else of_documents_only)
         low, high = (float(end[0]) for end in few.interval(confidence)) if few else [estimate] * 2
         return min(low, estimate - reach), max(high, estimate + reach)
 

@@ -288,8 +288,8 @@ class Results:
 
     def _repr_html_(self) -> str:
         lines = [*about(self.comparison), *verdict(self.comparison)]
-        said = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-        return said + self._cells().to_html(index=False, float_format="{:.3g}".format)
+        paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+        return paragraphs + self._cells().to_html(index=False, float_format="{:.3g}".format)
 
     def _cells(self) -> pd.DataFrame:
         """Return one row per cell: the columns of ``damage`` that do not depend on the task."""

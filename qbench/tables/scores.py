@@ -161,13 +161,13 @@ def prompt_notes(comparison: Comparison) -> list[str]:
     ]
     if not chats:
         return []
-    said = []
+    parts = []
     if chats[0].get("apply_chat_template"):
         turns = "turns of their own" if chats[0].get("fewshot_as_multiturn") else "one turn"
-        said.append(f"by the model's chat template, few-shot examples as {turns}")
+        parts.append(f"by the model's chat template, few-shot examples as {turns}")
     if instruction := chats[0].get("system_instruction"):
-        said.append(f"with the system instruction “{shorten(instruction, 120)}”")
-    return [f"Prompts: {', '.join(said)}."]
+        parts.append(f"with the system instruction “{shorten(instruction, 120)}”")
+    return [f"Prompts: {', '.join(parts)}."]
 
 
 def bos_notes(comparison: Comparison) -> list[str]:

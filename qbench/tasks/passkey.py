@@ -83,6 +83,6 @@ def prompt(tokenizer, filler: list[int], key: str, length: int, place: float) ->
 def process_results(document: dict, results: list[str]) -> dict[str, float]:
     """Return ``exact_match``, whether the answer begins with the key, and ``acc_digits``, the share
     of the key's digits in the right positions."""
-    said, key = results[0].strip()[:DIGITS], document["key"]
-    digits = sum(a == b for a, b in zip(said, key, strict=False))
-    return {"exact_match": float(said == key), "acc_digits": digits / DIGITS}
+    answer, key = results[0].strip()[:DIGITS], document["key"]
+    digits = sum(a == b for a, b in zip(answer, key, strict=False))
+    return {"exact_match": float(answer == key), "acc_digits": digits / DIGITS}

@@ -72,8 +72,8 @@ class Step:
         self.parameters = dict(model.named_parameters())
         self.optimizer = adamw(self.parameters.values(), recipe.optimizer)
         self.loss = parallel_loss(model, recipe.compute, processes)
-        alone = processes.num_processes == 1
-        captures = alone and processes.device.type == "cuda" and recipe.compute.compile
+        single_process = processes.num_processes == 1
+        captures = single_process and processes.device.type == "cuda" and recipe.compute.compile
         self._eager_steps = WARM if captures else math.inf  # left
         self._graph: torch.cuda.CUDAGraph | None = None
         self._rows: list[Tensor] = []  # what the graph reads: of each pass
@@ -357,8 +357,8 @@ def train_recipe(
             log(f"{name}: trained already")
             records.append(record)
             continue
-        alone = _alone(run.folder) if processes.is_main_process else nullcontext()
-        with alone, deterministic(recipe.compute.deterministic):
+        lock = _locked(run.folder) if processes.is_main_process else nullcontext()
+        with lock, deterministic(recipe.compute.deterministic):
             trainer = Trainer(
                 run, processes=processes, log=lambda line, name=name: log(f"{name}: {line}")
             )
@@ -419,7 +419,7 @@ def _record(trainer: Trainer) -> Training:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder``. Raises TrainingError if another process trains there."""
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -211,14 +211,14 @@ def encode_pairs(
     )
     wholes, contexts = iter(both[: len(filled)]), iter(both[len(filled) :])
     endings = [ending for context, ending in pairs if context == ""]
-    alone = iter(encode(tokenizer, endings, special_tokens=False))
+    encoded_endings = iter(encode(tokenizer, endings, special_tokens=False))
     encoded = []
     for context, ending in pairs:
         if context != "":
             head = next(contexts)
             ids = (head, next(wholes)[len(head) :])
         else:
-            rest = next(alone)
+            rest = next(encoded_endings)
             starts = rest[:1] == [prefix_id]
             ids = (rest[:1], rest[1:]) if starts else ([prefix_id], rest)
         if not all(ids):
@@ -483,8 +483,8 @@ def prefix_groups(
     by_context: dict[tuple[int, ...], list[int]] = {}
     for i, request in enumerate(requests):
         cut = len(request.tokens) - 1 > max_length
-        alone = cut or request.context < LEAST
-        shared = request.tokens[:-1] if alone else request.tokens[: request.context]
+        separate = cut or request.context < LEAST
+        shared = request.tokens[:-1] if separate else request.tokens[: request.context]
         by_context.setdefault(tuple(shared), []).append(i)
     groups = []
     for context, request_indices in by_context.items():

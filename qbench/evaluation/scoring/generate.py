@@ -49,7 +49,7 @@ CACHE_SHARE = 0.3  # of a GPU's memory: keys and values of prompts decoded at on
 CACHE_BYTES = 1 << 30  # the same elsewhere
 PROMPT_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # read at once
 CHUNK = 8_192  # tokens of each prompt that go through the model together
-LOOK_EVERY = {"cuda": 8, "cpu": 1}  # steps between two looks at what was said: each waits
+LOOK_EVERY = {"cuda": 8, "cpu": 1}  # steps between two looks at the new tokens: each waits
 SPARE_COLUMNS = 1 / 4  # of the longest prompt with its answer: how seldom slots move to the left
 REFILL = 1 / 8  # of the slots: prompts are read side by side, not one after another
 ON_DEVICE = "qbench-slots"  # the attention of a captured step
@@ -452,10 +452,10 @@ class _Decoding:
         self.first[where] = self.at.end - width + first[:, 0]
         return self.ids[:, 0].clone()
 
-    def _look(self, said: Sequence[Tensor], slots: Sequence[int]) -> None:
+    def _look(self, new_tokens: Sequence[Tensor], slots: Sequence[int]) -> None:
         """Copy the tokens of these steps, [slots of the cache] each, from the device, append them
         to the answers of ``slots``, and end finished answers."""
-        steps = torch.stack(list(said)).tolist()
+        steps = torch.stack(list(new_tokens)).tolist()
         finite = self.finite.tolist()
         for slot in slots:
             index = self.active[slot]
@@ -484,7 +484,7 @@ class _Decoding:
             self.at.end -= columns
         if self.graph is None and self.graphs:
             self.graph, self.graphs = self._capture(), False
-        said = []
+        new_tokens = []
         self.column.fill_(self.at.end)
         padded = self.graph is None and bool(self.first.any())
         mask = None
@@ -497,8 +497,8 @@ class _Decoding:
                     mask = (columns >= self.first[:, None]).long()
                 self._step(mask)
             self.at.end += 1
-            said.append(self.ids[:, 0].clone())
-        return said
+            new_tokens.append(self.ids[:, 0].clone())
+        return new_tokens
 
     def _step(self, mask: Tensor | None, **options: Any) -> None:
         """Decode one token for every slot, on the device."""

@@ -290,11 +290,11 @@ def packing_difference(model: Any, decoder: torch.nn.Module) -> float:
     batch = pack.collate(requests)
     packed = PackedForward(model, decoder, name=WITH_MASKS)(batch)
     packed = packed[to_device(batch.rows[batch.scored.row], model.device)].float()
-    alone = []
+    single = []
     for index in batch.request_indices:
         row = np.asarray([requests[index].tokens[:-1]])
         states = decoder(to_device(row, model.device), use_cache=False)[0][0]
-        alone.append(states[-requests[index].scored :].float())
-    expected = torch.cat(alone)
+        single.append(states[-requests[index].scored :].float())
+    expected = torch.cat(single)
     off = (packed - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(off.quantile(0.8))

@@ -113,18 +113,20 @@ class HFLMScorer(LM):
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        return self._asked("log-likelihoods", self.hflm.loglikelihood, requests)
+        return self._by_hflm("log-likelihoods", self.hflm.loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         self._rolling |= {request.task_name: None for request in requests}
         self.hflm.batch_size_per_gpu = self.settings.window_batch_size
         try:
             score = self.hflm.loglikelihood_rolling
-            return self._asked("rolling log-likelihoods", score, requests)
+            return self._by_hflm("rolling log-likelihoods", score, requests)
         finally:
             self.hflm.batch_size_per_gpu = self.settings.batch_size
 
-    def _asked(self, what: str, score: Callable[..., list[Any]], requests: list[Any]) -> list[Any]:
+    def _by_hflm(
+        self, what: str, score: Callable[..., list[Any]], requests: list[Any]
+    ) -> list[Any]:
         """Return HFLM's scores. Raises EvaluationError, naming ``what`` was scored, in place of its
         bare errors such as an IndexError for an empty choice."""
         try:

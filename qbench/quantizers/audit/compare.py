@@ -136,8 +136,8 @@ def _moved_by_length(base: Tensor, other_shapes: list[Tensor], dtype: torch.dtyp
 
     if not other_shapes:
         return 0.0
-    alone, *cuts = other_shapes
-    few = 0.0 if dtype in OTHER_SHAPES else max(FEW_TOKENS, LEEWAY * share(alone, base[:1]))
+    single_row, *cuts = other_shapes
+    few = 0.0 if dtype in OTHER_SHAPES else max(FEW_TOKENS, LEEWAY * share(single_row, base[:1]))
     pairs = [(base[:, : cut.shape[1]], cut) for cut in cuts]
     return max(_moved(*pair) if share(*pair[::-1]) > few else 0.0 for pair in pairs)
 
@@ -268,7 +268,7 @@ def audit(
     problems += failures
     # Weights may lie on the format's levels, as those of a copy that was written in 16 bits again.
     exact = config.weights and set(config.parts) == {"weights"} and weights["weight_error"] == 0
-    unrounded = config.weights and (config.weights.whole or (exact and weights["modules"]))
+    unrounded = config.weights and (config.weights.unrounded or (exact and weights["modules"]))
     if config.precision.quantized and moved == 0 and not unrounded:
         problems.append("the logits are those of the unquantized model")
     if originals:

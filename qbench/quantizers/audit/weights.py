@@ -357,7 +357,7 @@ def measure(
         digest=digest(stored.tensors),
     )
     problems = _problems(audit, measured, matrix, stored, settings)
-    if error_squared == 0 and not settings.whole and not settings.prequantized:
+    if error_squared == 0 and not settings.unrounded and not settings.prequantized:
         dtype = str(matrix.weight.dtype).removeprefix("torch.")
         # Of codes of 8 bits beside a forward that multiplies by the original, many small numbers
         # differ, though the norm differs hardly more than bfloat16 rounds
