@@ -87,7 +87,9 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
             f"checkpoint {cell.checkpoint.source}: its tokenizer has neither a BOS nor an EOS "
             "token, and lm-eval puts one of them before texts; name one in tokenizer_config.json"
         )
-    with ThreadPoolExecutor(1) as thread:  # tasks are loaded and asked while weights are read
+    with ThreadPoolExecutor(
+        1
+    ) as thread:  # tasks are loaded and their requests built while weights are read
         loading = thread.submit(_load_tasks, result)
         thread.submit(import_backends, cell.quantization)  # hqq: a second and more
         building = thread.submit(lambda: build_ahead(loading.result(), cell.scoring))

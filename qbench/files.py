@@ -2,7 +2,7 @@
 them and our own modules. Imports no torch.
 
 A temporary name holds the process and the host that write it, so that what a killed process left
-can be told from what another process is writing.
+can be distinguished from what another process is writing.
 """
 
 from __future__ import annotations

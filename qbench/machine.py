@@ -1,6 +1,6 @@
 """Describe this machine: devices, library versions, memory; send libraries' output to a log.
 
-GPUs are found through NVML: importing torch for that takes seconds, and every command starts with
+GPUs are listed through NVML: importing torch for that takes seconds, and every command starts with
 this module.
 """
 

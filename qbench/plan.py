@@ -1,8 +1,8 @@
 """Plan a recipe: find its files, choose settings for each model, give every cell its content key.
 
-Input that would fail in a cell is refused here. The quantized copy that a recipe names is found and
-compared with the original by its files alone. Imports no torch, loads no model and no task. The
-same plan goes, pickled, to cells in other processes and on other hosts.
+Input that would fail in a cell is refused here. The quantized copy that a recipe names is compared
+with the original by its files. Imports no torch, loads no model and no task. The same plan goes,
+pickled, to cells in other processes and on other hosts.
 """
 
 from __future__ import annotations

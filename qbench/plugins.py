@@ -28,8 +28,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Maps names to objects of one ``kind``.
 
-    Names stand in recipes, tables and paths: letters, digits and . _ + - only. Raises RecipeError
-    for an unknown name, ValueError for a name that is registered twice.
+    Names consist of letters, digits and . _ + - only, for recipes, tables and paths. Raises
+    RecipeError for an unknown name, ValueError for a name that is registered twice.
     """
 
     def __init__(self, kind: str) -> None:

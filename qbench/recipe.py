@@ -155,7 +155,7 @@ def problem_lines(source: Source, error: ValidationError, kind: type) -> list[st
     within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
     for problem in error.errors():
         if problem["type"] == "too_short" and problem["loc"] in within:
-            continue  # pydantic counts only items that are well; the others are told of
+            continue  # pydantic counts only valid items; the invalid ones are listed
         location = "".join(
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
         ).lstrip(".")

@@ -164,7 +164,7 @@ class _KVErrors(RecordModel):
     levels: int  # most distinct values that share a scale
     key_error: float  # ‖K' − K‖ / ‖K‖ over the quantized tokens of the probe, Frobenius
     value_error: float
-    clipped: float  # share of values farther than half a step from what they stand for
+    clipped: float  # share of values farther than half a step from their rounded value
     bits_per_value: float  # of a quantized token, its share of scales and lowest values counted
 
 
@@ -587,7 +587,7 @@ class Record(CellRecord):
     # they came from the hub or from files, so that results of both can be compared
     documents: dict[TaskName, str] = Field(default_factory=dict)
     # hub id with its revision, or folder, of the model and of the tasks' documents, and how many
-    # documents of each task were asked for (None: all); without them in earlier versions
+    # documents per task were requested (None: all); not in earlier versions
     source: Line | None = None
     data: Line | None = None
     limit: int | None = None
@@ -650,7 +650,7 @@ class RunManifest(RecordModel):
     quantizers: Annotated[tuple[Name, ...], Field(min_length=1)]
     tasks: Annotated[tuple[TaskName, ...], Field(min_length=1)]
     skipped: tuple[TaskName, ...] = ()  # tasks of the recipe whose data were missing
-    limit: int | None = None  # documents of each task that were asked for; None: all
+    limit: int | None = None  # documents per task that were requested; None: all
     primary: Line | None = None  # TASK/METRIC that the verdict orders by; None: KL divergence
     hub_ids: dict[Name, Line] = Field(default_factory=dict)  # of checkpoints that came from the hub
     # checkpoint → hub id with its revision, or folder; empty in earlier versions, as ``data`` is
@@ -679,7 +679,7 @@ class RunManifest(RecordModel):
 KEY_DIGITS = 16  # of keys and checksums in names
 
 
-# --- analysis: what a cell's model does on a text. Formulas and their sources stand with the code
+# --- analysis: measurements of a cell's model on a text. Formulas and their sources are in the code
 # that computes them, in ``qbench.analysis``. A share is a number from 0 to 1. Every mean over texts
 # weighs them alike: all have the same length.
 
@@ -746,11 +746,11 @@ class Layer(RecordModel):
 class MassiveActivation(RecordModel):
     """One value of the hidden states that is far larger than the others (Sun et al. 2024)."""
 
-    layer: int  # after which it stands, from 0
+    layer: int  # whose output has it, from 0
     sample: int
     position: int
     token: int  # id
-    text: str  # what that token stands for
+    text: str  # of that token
     channel: int
     value: float
     to_median: float  # |value| / median |x| of that layer's hidden states of that text

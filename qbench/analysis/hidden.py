@@ -20,7 +20,7 @@ MASSIVE_KEPT = 100  # listed in a record; all are counted
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder's layers in order. Raises UnavailableError if they cannot be found."""
+    """Return the decoder's layers in order. Raises UnavailableError if there is no such list."""
     count = model.config.get_text_config().num_hidden_layers
     _, blocks = decoder_blocks(model)
     if len(blocks) != count:

@@ -2,8 +2,8 @@
 
 Plain causality makes no mask, so that the causal kernels run. Under torch.compile the values of
 padding masks and positions are not known when this is decided, and transformers cannot tell the
-positions that a model counts by itself from packed ones. So for our kernels the sequences are found
-when the compiled graph runs, by ``varlen.sequence_bounds``.
+positions that a model counts by itself from packed ones. So for our kernels
+``varlen.sequence_bounds`` computes the sequences when the compiled graph runs.
 """
 
 from __future__ import annotations

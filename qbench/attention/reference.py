@@ -153,7 +153,7 @@ def chunks(
     shift = key_count - queries
     step = max(1, min(queries, size // max(1, batch * heads * key_count)))
     if causal or window:
-        # Narrow chunks leave out most of the keys that nobody in them may see.
+        # Narrow chunks leave out most of the keys that none of their queries sees.
         step = max(step, 16)
     for start in range(0, queries, step):
         stop = min(start + step, queries)

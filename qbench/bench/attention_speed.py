@@ -212,7 +212,7 @@ def contenders(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[S
         for variant in shape.variants
         for name in (
             *(only or (OF_VARIANTS if variant != "causal" or shape.length > 4096 else supported())),
-            *(PEERS if variant == "causal" else (FLEX,)),  # the others know no variant
+            *(PEERS if variant == "causal" else (FLEX,)),  # the others have no variants
         )
     ]
 
@@ -321,7 +321,7 @@ PASSES = {f"{way} TFLOP/s": (way, ".0f") for way in ("forward", "backward")}
 def table(results: dict[str, Any]) -> str:
     """Return the result of :func:`bench_attention` as a Markdown page."""
     ceilings, lines = results["ceilings"], []
-    for row in results["passes"]:  # each stands beside the best peer of its shape and variant
+    for row in results["passes"]:  # each is compared with the best peer of its shape and variant
         place, line = (row["shape"], row["variant"]), dict(row)
         peers = [r for r in results["passes"] if (r["shape"], r["variant"]) == place]
         for way, _ in PASSES.values():

@@ -1,6 +1,6 @@
 """Make a checkpoint folder of a GGUF file: its weights dequantized to bfloat16, and its tokenizer.
 
-Run as a program of its own, so that who plans a run loads no torch:
+Run in a separate process, so that planning a run loads no torch:
 ``python -m qbench.checkpoints.from_gguf FILE FOLDER``.
 """
 

@@ -48,7 +48,7 @@ PROBE = 16  # tokens; the last half differs between the two rows
 NOISE = {torch.float32: 1e-4, torch.float64: 1e-4}
 NOISE_OF_HALF = 0.03
 # Our attention and a class's own round differently in every layer: on a CPU in float32 they agree;
-# elsewhere a difference of another function has to stand out.
+# elsewhere another function must differ clearly.
 OURS_OF_HALF, OURS_ON_GPU, OURS_OF_FEW_BITS = 0.1, 0.01, 0.5
 # What GPTQModel loads and transformers does not, with its kernel in torch: two formats, and
 # GPTQ with settings by layer
@@ -179,7 +179,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
         raise
     except Exception as error:  # whatever an odd configuration makes of transformers
         why = first_line(error)
-        if "above report" in str(error):  # which nobody sees
+        if "above report" in str(error):  # which is not shown
             why = "the tensors do not fit the configuration: transformers cannot join those of a "
             why += "layer, as of its experts; is one missing, or of another shape?"
         raise CheckpointError(why) from error
@@ -300,7 +300,7 @@ def load_prequantized(
             raise
         except Exception as error:  # whatever a library makes of files, devices and versions
             why = first_line(error)
-            if "above report" in why:  # which nobody sees
+            if "above report" in why:  # which is not shown
                 why = "its tensors do not fit its quantization_config; take another copy"
             raise UnavailableError(
                 f"{'GPTQModel' if by_gptqmodel else 'transformers'} cannot load this "
@@ -330,7 +330,7 @@ def _read_quantized(
 
         backend = BACKEND(GPTQMODELS_OWN[method])
         model = GPTQModel.load(str(folder), backend=backend, dtype=dtype, device=device).model
-        if method == "exl3":  # transformers, which lm-eval asks, does not know it
+        if method == "exl3":  # transformers does not support it
             del model.config.quantization_config
         missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
         report = {"missing_keys": missing, "mismatched_keys": []}

@@ -177,7 +177,7 @@ def main() -> None:
         code = app(prog_name="qbench", standalone_mode=False)
     except SystemExit as end:  # a plug-in's or a library's, unless typer completed a word, or
         if "_QBENCH_COMPLETE" in os.environ or isinstance(end.__context__, BrokenPipeError):
-            raise  # nobody reads what is printed
+            raise  # the reader of the output has gone
         complain(f"a plug-in or a library ended the command by sys.exit({shown(end.code)})")
         sys.exit(1)
     except (QbenchError, OSError, UnicodeError, MemoryError) as error:

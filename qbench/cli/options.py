@@ -45,7 +45,7 @@ class CommandGroup(typer.Typer):
     """A group of commands, or the holder of a single one.
 
     The last section of a command's docstring, ``Options:``, has a line per parameter: its help.
-    Lines that go on are indented. A parameter ``overrides`` stands for the options that replace
+    Lines that go on are indented. A parameter ``overrides`` becomes the options that replace
     parts of a recipe, all of them or those that its annotation names, and for --plugin.
     """
 

@@ -193,7 +193,7 @@ def run(
     from qbench.cli.results import show_tables  # pandas
 
     store = Store(launcher.out, manifest=planned.manifest)
-    if only is not None:  # others that are there stand beside; the rest was not asked for
+    if only is not None:  # tables also show finished cells that --only leaves out
         chosen = {record.cell for record in (*records, *store.records())}
         store = Store(launcher.out, manifest=planned.manifest_of(chosen))
     show_tables(store)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qbench.store import Store
 
 FIRST_POSITIONS = (0, 1, 16, 64, 256)  # of the bins by position in the answer, from 0
-FEWEST_PROMPTS = 5  # in which a class stands that is called the one that is hurt most
+FEWEST_PROMPTS = 5  # that a class must occur in to be called the one that is hurt most
 # Tokens of chat templates, as the usual tokenizers write them.
 TEMPLATE = re.compile(
     r"<\|.*\|>|</?(s|eos|bos|pad|think|tool_call|tool_response|(start|end)_of_turn)>"

@@ -67,7 +67,7 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
     """Yield a row per task, precision and metric, unquantized precisions first in each task."""
     cells = {(cell.checkpoint, cell.quantizer): cell for cell in grid.cells}
     quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
-    # A precision of which no cell has a record was not asked for yet: ``problems`` names its cells.
+    # A precision without any record has not been run yet: ``problems`` names its cells.
     ran = {cell.quantizer for cell in grid.cells if cell.cell in records} or {*quantized}
     quantizers = sorted((q for q in grid.quantizers if q in ran), key=lambda q: quantized[q])
     scores = {name: record.by_name() for name, record in records.items()}

@@ -43,7 +43,7 @@ def chance_of_tasks(comparison: Comparison, store: Store) -> dict[str, float]:
             continue
         try:
             responses = store.responses(record)
-        except ResultsError:  # archives may leave them out; those who show them say so
+        except ResultsError:  # archives may leave them out; the viewer then says so
             continue
         choices = responses.groupby(["task", "document"])["request"].nunique()
         for task, counts in choices.groupby(level="task"):

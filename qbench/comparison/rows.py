@@ -235,7 +235,7 @@ class Comparison:
     lines: tuple[Row, ...]
     seeds: tuple[Row, ...] = ()  # over several trainings, where the grid has replicates
     kl: Losses | None = None  # None without statistics
-    primary: Losses | None = None  # that the verdict speaks of: ``kl``, or those in a score
+    primary: Losses | None = None  # measure of the verdict: ``kl``, or losses in a score
     chance: Mapping[str, float] = field(default_factory=dict)  # task → accuracy of guessing
     # (checkpoint, task, metric) of accuracies that the unquantized model may have guessed
     at_chance: frozenset[tuple[str, str, str]] = frozenset()
@@ -244,7 +244,7 @@ class Comparison:
     # cell → what quantization changed in its answers; nothing without statistics
     answers: Mapping[str, AnswerDamage] = field(default_factory=dict)
     against: str | None = None  # the precision that the others are compared with by score
-    tested: bool = False  # whether intervals and tests were asked for
+    tested: bool = False  # whether intervals and tests were computed
 
     @property
     def unquantized(self) -> str | None:

@@ -366,11 +366,11 @@ def _unquantized(comparison: Comparison) -> Iterator[str]:
         )
 
 
-# --- what stands above the answer
+# --- the lines above the answer
 
 
 def about(comparison: Comparison) -> list[str]:
-    """Return the lines that stand above every output: the models with their sources; documents and
+    """Return the lines at the top of every output: the models with their sources; documents and
     data; program, date and hardware. ``not recorded``: in records of earlier versions."""
     records, grid = list(comparison.records.values()), comparison.grid
     names = []

@@ -3,7 +3,7 @@
 The unquantized cell generates answers, then reads them in packs, so that hidden states are kept of
 every answered token as of any task's scored tokens (``kl_observer``). Quantized cells read the same
 tokens, which are stored with those hidden states, and generate answers of their own.
-A published copy is asked through its own chat template and ends with its own end tokens.
+A published copy uses the chat template and the end tokens of its own files.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def divergence_table(
             single = tokens[kept].assign(tokens=1, text=texts_of(of["token"][kept].to_numpy()))
             table = pd.concat([single, table[~table["document"].isin(by_token)]], ignore_index=True)
         tables.append(table.assign(task=task)[list(DIVERGENCE_COLUMNS)])
-    # float16: half the bytes, without digits that nobody reads
+    # float16: half the bytes, without meaningless digits
     together = pd.concat(tables, ignore_index=True)
     return together.astype({"kl": "float16", "change": "float16"}).astype(
         {"kl": "float32", "change": "float32"}

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
-# Where documents come from, which is not what is asked about them.
+# Keys on the source of documents, which do not change prompts.
 ORIGIN_KEYS = {"custom_dataset", "dataset_kwargs", "metadata", "tag", *SPLIT_KEYS}
 TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "process_results")
 KEPT = 256  # tasks in memory
@@ -163,7 +163,7 @@ class LoadedTask:
     name: str
     label: str
     task: ConfigurableTask
-    digest: str  # of what is asked and of its documents, wherever they came from
+    digest: str  # of definition and documents, whatever their source
     max_length: int | None = None  # in place of the cell's, for prompts of a length of their own
     lines: tuple[tuple[Path, int], ...] = ()  # file and line of each document, where it has one
     answers: AnswerSettings | None = None  # of the task ``ANSWERS``
@@ -249,7 +249,7 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
     for metric, aggregate in task.aggregation().items():
         if aggregate is None or not (own_function or task._metric_fn_list.get(metric, True)):
             raise _unknown_metric(spec, metric)
-    # lm-eval draws one more where it leaves out the document that is asked about
+    # lm-eval draws one more if it leaves out the document that is scored
     count = task.config.num_fewshot or 0
     needed = count + (task.fewshot_cfg.split == task.config.test_split)
     if count and (documents := len(task.sampler.df)) < needed:
@@ -443,7 +443,7 @@ class _Sample:
 
     document: int
     filter: str
-    resps: list[list[Any]]  # of each request, an answer for each time that it was asked
+    resps: list[list[Any]]  # per request its answers, several if it is repeated
     filtered: list[Any]
     metrics: dict[str, Any]
     variances: dict[str, float] = field(default_factory=dict)  # of metrics, if answers are drawn
@@ -489,7 +489,7 @@ def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
         samples = list(_samples(task.task, settings.limit))
     # Of a metric with two numbers per document they are value and weight: a value and its
     # weight, or right answer and prediction (see comparison.flips). Of drawn answers the
-    # variances stand beside
+    # variances are added
     rows = []
     for sample in samples:
         for metric, value in sample.metrics.items():

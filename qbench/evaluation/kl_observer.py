@@ -45,7 +45,7 @@ class TaskHiddenStates(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BaselineHiddenStates:
     """Hidden states of the unquantized cell by task, and its LM head: ``weight`` [V, H], ``bias``
-    [V]. A task that generates has none, and an empty head stands where no token was scored."""
+    [V]. A task that generates has none; the head is empty if no token was scored."""
 
     tasks: dict[str, TaskHiddenStates]
     weight: Tensor

@@ -284,7 +284,7 @@ def _tagged(tag: str, folders: list[Path]) -> list[str]:
         texts = dict(_texts(folder, ("yaml", "yml")))
         names = {path for path, text in texts.items() if "tag" in text and word.search(text)}
         todo = set(names)
-        while todo:  # who includes one of these, and so on
+        while todo:  # files that include one of these, and so on
             stems = {path.name for path in todo}
             todo = {
                 path
@@ -449,7 +449,7 @@ class TaskSpec:
     """
 
     name: str
-    label: str  # as tables show it: the name, and what stands for its evaluation split if another
+    label: str  # as tables show it: the name, and the file of its split if that differs
     definition: Path  # the YAML file
     definition_digest: str
     documents: int | None  # None where only loading tells
@@ -510,7 +510,7 @@ def plan_task(
     others = [
         file.path.stem if file.split == evaluation_split(config) else f"examples: {file.path.stem}"
         for file in data_files
-        if file.path.stem != file.split  # what stands for a split
+        if file.path.stem != file.split  # a file in place of a split
     ]
     if others:
         label += f" [{', '.join(others)}]"

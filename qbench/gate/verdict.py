@@ -24,7 +24,7 @@ from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 ROUNDING = 1e-9  # per cent
 Outcome = Literal["pass", "fail", "inconclusive"]
 Inconclusive = Literal["pass", "fail"]
-AUDIT = "audit"  # stands for the task in results about the audit
+AUDIT = "audit"  # in place of the task in results about the audit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,7 +274,7 @@ class Margin:
 def parse_margins(texts: Sequence[str]) -> dict[str, float]:
     """Return the margins by metric of texts such as ``["acc=0.5", "word_perplexity=1"]``.
 
-    ``acc`` and ``perplexity`` stand for all accuracies and all perplexities that are not named, a
+    ``acc`` and ``perplexity`` mean all accuracies and all perplexities that are not named, a
     metric's name for it with any of lm-eval's filters. Raises RecipeError for any other text.
     """
     margins = {}

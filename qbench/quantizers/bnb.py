@@ -28,7 +28,7 @@ from qbench.quantizers.linear import ROUTED, Tensors, bias_of, kept_weight
 from qbench.quantizers.methods.weight_only import BNB_BLOCK as BLOCK
 from qbench.quantizers.methods.weight_only import Bnb4, Bnb8
 
-# Its decorators would import torch's compiler, a second and more, for functions that nobody calls
+# Its decorators would import torch's compiler, a second and more, for functions that are not called
 with patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
     import bitsandbytes
     from bitsandbytes import functional

@@ -12,7 +12,7 @@ from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import Tensors, bias_of, kept_weight
 from qbench.quantizers.methods.weight_only import Hqq
 
-# Its decorators would import torch's compiler, a second and more, for functions that nobody calls
+# Its decorators would import torch's compiler, a second and more, for functions that are not called
 with patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
     from hqq.core.quantize import BaseQuantizeConfig, HQQBackend, HQQLinear, Quantizer
 

@@ -238,7 +238,7 @@ class PublishedCopy(Published):
         return max(identity, 5e-3), max(random, 1e-2)  # libraries multiply in float16 or bfloat16
 
 
-# What a quantization_config says, whoever wrote it
+# Reading a quantization_config of any library
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -68,7 +68,7 @@ COMBINATIONS: dict[str, tuple[str, str]] = {
         "the unquantized model with rounding noise of its dtype after each layer",
     ),
 }
-# Other spellings of a part: a pattern of all of it, and what it stands for.
+# Other spellings of a part: a pattern of all of it, and its usual spelling.
 SPELLINGS = (
     (r"kv([2-8])", r"kv-int\1-token"),
     (r"fp8", "fp8-row"),

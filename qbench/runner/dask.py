@@ -248,7 +248,7 @@ class LogEvent:
     """Sends messages to the run through the scheduler: workers need not reach the run's host."""
 
     topic: str
-    worker: Any = None  # where it was first used: other threads there do not know it
+    worker: Any = None  # set at the first use: other threads of the worker cannot look it up
 
     def __call__(self, message: tuple[Any, ...]) -> None:
         with suppress(ValueError):

@@ -52,7 +52,7 @@ DRAWN_ERRORS = 3.0
 # If fewer documents changed than this, Student's t is too short for values without known ends.
 FEW_CHANGES = 20
 FEWEST_KL = 20  # documents: with ten the interval of a mean with heavy tails spans magnitudes
-# Log-likelihoods are told apart to a thousandth of a nat, which is what a baseline file keeps.
+# Log-likelihoods count as different from a thousandth of a nat on, as baseline files keep them.
 RESOLUTION = 0.001
 # Documents of contrasts that are computed together, in a processor's cache; but at most so many
 # contrasts, of each of which the bootstrap keeps 10,000 rounds.
@@ -86,8 +86,8 @@ class Effect:
     difference.
 
     ``drawn`` is the standard error that comes from drawing answers, which the interval includes.
-    ``detectable`` is the size that is found with 80 % power at the level that the mark needs beside
-    the other tests of its ``family`` (its number of tests); ``adjust`` sets them and ``p_holm``.
+    ``detectable`` is the size that is detected with 80 % power at the level of the mark, ``family``
+    the number of tests that it is corrected for; ``adjust`` sets them and ``p_holm``.
     ``bounds`` are the one-sided 95 % bounds. ``method`` has the contrast at ``place``.
 
     Over several trainings it is the mean of their contrasts, ``each``, by group where they are not

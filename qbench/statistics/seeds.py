@@ -57,7 +57,7 @@ def over_seeds(
     """Return the effect Σ over ``groups`` of the mean of a group's contrasts, of all columns of the
     panel.
 
-    Contrasts of trainings that are pairs (same seed, data and order) stand in one group; of two
+    Contrasts of trainings that are pairs (same seed, data and order) are in one group; of two
     normalizers with unequal numbers of trainings each is a group of its own.
 
     The interval is Banerjee's (1960, Sankhyā 22, 359–364): the mean's distance from the truth is at

@@ -260,7 +260,7 @@ class Results:
         from matplotlib.figure import Figure
 
         class Plot(Figure):
-            """Draw itself in notebooks, though pyplot does not know it."""
+            """A figure that notebooks draw without pyplot."""
 
             def _repr_png_(self) -> bytes:
                 image = io.BytesIO()

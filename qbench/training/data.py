@@ -79,7 +79,7 @@ class AboutTokens(RecordModel, populate_by_name=True):
     tokenizer: Line
     tokenizer_digest: Digest
     sources: tuple[TextSource, ...]
-    licences: Line = ""  # earlier versions asked for them
+    licences: Line = ""  # filled by earlier versions
     # that shared a 13-gram with an evaluation text
     left_out_lines: int = Field(
         0, validation_alias=AliasChoices("left_out_lines", "left_out_paragraphs")

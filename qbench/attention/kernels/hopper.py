@@ -93,7 +93,7 @@ def backward_launches(
     ):  # fmt: skip
         # For dkdv: each row's lse, 2^−lse, D, and s · log n.
         stats = lse.new_empty(4 * lse.numel())
-        # What is not asked for is not read: any tensor stands for it.
+        # Gradients that are not needed are not read: any tensor can be passed.
         dparam, dsinks, dslopes, sinks, slopes, s = (
             lse if tensor is None else tensor
             for tensor in (dparam, dsinks, dslopes, sinks, slopes, s)

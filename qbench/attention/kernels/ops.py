@@ -502,7 +502,7 @@ def attention_backward(*given: Any) -> tuple[Tensor, ...]:
         *given[:7], mask, seq_bounds, Parameters(*given[10:14]), Settings(*given[14:]),
         Parameters(*needs_grad),
     )  # fmt: skip
-    # An operator returns tensors: empty ones stand for what was not asked for.
+    # An operator must return tensors: an empty one for each gradient that is not needed.
     return tuple(given[5].new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

@@ -2,7 +2,7 @@
 batches: padded ones, which are HFLM's own, or packs without padding.
 
 Scores depend on the order, padding and grouping of padded batches. Packs have about the same number
-of tokens each, and a prefix that requests share stands in them once.
+of tokens each, and contain a prefix that requests share only once.
 
 Requests with one context are a *prefix group*: the prefix (the tokens that they share) followed by
 suffixes (what each adds). A suffix attends to the prefix and to itself, and its positions go on

@@ -5,7 +5,7 @@ A KV cache of slots is taken once. All slots end at the same column, so that a s
 column and each slot's first column says all that a mask has to::
 
     column   0 1 2 3 4 5 6 7 8 end
-    slot 0   . . . p p p p a a          p prompt, a answer, . seen by nobody
+    slot 0   . . . p p p p a a          p prompt, a answer, . not attended to
     slot 1   p p p p p p a a a
     slot 2   . . . . . p p p p          a new prompt, where an answer was finished
 

@@ -214,7 +214,7 @@ class Scorer(LM):
     ) -> None:
         super().__init__()
         self.settings = settings
-        self.hflm = pinned_hflm(model, tokenizer, settings)  # generates, and knows the tokenizer
+        self.hflm = pinned_hflm(model, tokenizer, settings)  # generates, and holds the tokenizer
         self._device = self.hflm.device
         self._progress, self._observer = progress, observer
         decoder, self.head = decoder_and_head(model)
@@ -338,7 +338,7 @@ class Scorer(LM):
 
         if self.fast is not None:
             scores = observed(self.fast)
-            # A window stands for itself: each costs as much to score exactly as it does fast
+            # Windows are independent: each costs as much to score exactly as fast
             documents = [
                 i if windows else instances[request.owner].doc_id
                 for i, request in enumerate(requests)
