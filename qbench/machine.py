@@ -329,8 +329,8 @@ def import_transformers() -> None:
 
 
 def terminal() -> AbstractContextManager[TextIO]:
-    """Return a copy of standard error that later redirections leave alone; in a notebook, which has
-    no file descriptor, standard error itself."""
+    """Return a copy of standard error that later redirections do not affect; in a notebook, which
+    has no file descriptor, standard error itself."""
     try:
         return os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, encoding="utf-8")
     except (OSError, AttributeError):

@@ -431,7 +431,7 @@ class Training(RecordModel, populate_by_name=True):
     watched: tuple[TrainingSample, ...] = ()
     sessions: tuple[TrainingSession, ...] = ()
     # SHA-256 of the checkpoint's files and of state/log.jsonl, by path below the run's folder;
-    # earlier versions kept those of the weights alone
+    # earlier versions kept only those of the weights
     files: dict[str, Digest] = Field({}, validation_alias=AliasChoices("files", "weights"))
     finished: datetime
 
@@ -498,7 +498,7 @@ class Score(_Value):
     ``aggregation`` is lm-eval's name for how documents become the value: ``mean``, ``perplexity``
     exp(−mean value), ``weighted_perplexity`` exp(−Σ value / Σ weight), or ``bits_per_byte`` −Σ
     value / (Σ weight · ln 2). ``f1`` and ``matthews_corrcoef`` are of all documents at once.
-    Statistics leave other names alone.
+    Scores with other names get no statistics.
     """
 
     task: TaskName  # as the recipe calls it; the name in the Parquet files
@@ -622,7 +622,7 @@ class Record(CellRecord):
 class TaskRecord(CellKey):
     """The result of one task of a cell, kept in the cache so that no later run scores it again.
 
-    ``key`` is that of the cell with this task alone (``cache.task_key``); ``digest`` is the task's
+    ``key`` is that of the cell with only this task (``store.task_key``); ``digest`` is the task's
     in ``Record.documents``.
     """
 

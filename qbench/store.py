@@ -504,7 +504,7 @@ class KeyedStore(Records[R]):
 
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
     """Return ``table`` as a Parquet file. Numbers are stored as differences or split into bytes,
-    which takes half of what zstd alone does."""
+    which takes half the space of zstd without that."""
     assert tuple(table.columns) == columns, tuple(table.columns)
     if columns == OUTCOME_COLUMNS:  # like values side by side compress a seventh better
         table = table.sort_values(["task", "metric", "document"], kind="stable")

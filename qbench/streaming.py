@@ -25,7 +25,7 @@ from qbench.errors import UnavailableError
 
 ATTRIBUTE = "qbench_stream"  # of a streamed model
 SHARDED = "qbench_sharded"  # of one whose blocks lie on several devices
-READERS = 4  # threads that copy weights: one alone is slower than the bus
+READERS = 4  # threads that copy weights: a single one is slower than the bus
 Tensors = dict[str, Tensor]
 Build = Callable[[nn.Linear, Tensors], nn.Module]
 
@@ -208,7 +208,9 @@ class Stream:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="qbench-stream")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step: _Step | None = None
-        self._gives = 0  # how many things in a tuple; 0: hidden states alone, in none
+        self._gives = (
+            0  # length of a block's output tuple; 0: it returns the hidden states without a tuple
+        )
 
     def load_block(self, name: str) -> None:
         """See :func:`load_block`."""

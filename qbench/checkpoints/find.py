@@ -367,7 +367,7 @@ class Checkpoint:
     config: dict[str, Any]
     digest: str
     files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change of what was digested
-    digests: dict[str, str] = field(default_factory=dict)  # of weights, config and tokenizer alone
+    digests: dict[str, str] = field(default_factory=dict)  # of weights, config and tokenizer each
     headers: dict[str, Header] = field(default_factory=dict)  # tensors by their names in the files
 
     @property

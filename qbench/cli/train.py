@@ -1,4 +1,4 @@
-"""Train checkpoints that differ in the normalizer alone (``qbench tokenize``, ``qbench train``)."""
+"""Train checkpoints that differ only in the normalizer (``qbench tokenize``, ``qbench train``)."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def train(
     Options:
     recipe: A training recipe, such as recipes/train/pair-27m.yaml.
     data: Token files, instead of the recipe's.
-    normalizer: Train this one alone. Repeatable. Default: the recipe's.
-    seed: Train with this seed alone. Repeatable.
+    normalizer: Train only this one. Repeatable. Default: the recipe's.
+    seed: Train only with this seed. Repeatable. Default: the recipe's.
     tokens: Tokens of each run, instead of the recipe's.
     sequences: Sequences that a device takes at once; fewer need less memory.
     out: Where checkpoints and records go. Default: training/NAME.

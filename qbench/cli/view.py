@@ -44,7 +44,7 @@ def view(
 ) -> None:
     """Show results in a browser, from the answer down to one document's tokens.
 
-    The server answers this machine alone, and only at the address that it prints. Folders are
+    The server answers only this machine, and only at the address that it prints. Folders are
     watched: a run in progress fills in. Ctrl-C ends it.
 
     Examples:

@@ -636,7 +636,7 @@ def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
     either."""
     if task.OUTPUT_TYPE not in ("multiple_choice", "generate_until"):
         return None
-    with suppress(Exception):  # a task's own code, for display alone
+    with suppress(Exception):  # the task's code may raise; this is only for display
         gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
         if task.OUTPUT_TYPE == "generate_until":
             return gold if isinstance(gold, str) else " | ".join(map(str, gold))

@@ -196,7 +196,7 @@ class LlamaCpp:
             reused += 1
         memory = self._library.llama_get_memory(self._context)
         if not self._library.llama_memory_seq_rm(memory, -1, reused, -1):
-            self._library.llama_memory_clear(memory, True)  # of layers that keep a state alone
+            self._library.llama_memory_clear(memory, True)  # for layers that keep only a state
             reused = 0
         self._kept = list(tokens[:reused])
         for start in range(reused, len(tokens), BATCH):
@@ -281,7 +281,7 @@ def _silence(library: Any) -> None:
     library.llama_log_set(_logger, None)
 
 
-_logger: Any = None  # kept: the library holds its address alone
+_logger: Any = None  # kept alive: the library holds only its address
 _errors: list[str] = []
 
 

@@ -219,7 +219,7 @@ class ScoringSettings:
 
 
 def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
-    """Return the tokens of a pack. They follow from the device type and the model's shape alone:
+    """Return the tokens of a pack. They depend only on the device type and the model's shape:
     the same packs wherever the model runs, however much memory is free there.
     """
     most = BATCH_TOKENS[device]

@@ -3,7 +3,7 @@ loaded. Imports no torch.
 
 A plan holds these; ``qbench.evaluation.evaluate`` makes lm-eval's object of one. Definitions are
 read from their YAML files without lm-eval, whose index parses 13,000 files with all that they
-import, in twenty seconds; ours looks for names alone, in half a second.
+import, in twenty seconds; ours looks only for names, in half a second.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for included in _listed(config.pop("include", None)):
         inherited = _resolved((path.parent / str(included)).resolve(), (*within, path))
-        inherited.pop("task_list", None)  # it lists tasks of the included file alone
+        inherited.pop("task_list", None)  # it lists only tasks of the included file
         merged |= inherited
     return merged | config
 

@@ -314,9 +314,9 @@ def layer_gates(
 ) -> list[GateResult]:
     """Compare each quantized layer with the baseline's: error, gain, levels and bits.
 
-    One result per measure, with the worst layer; ``margins`` are in per cent. A layer whose stored
-    codes and measures are the same passes. Other codes alone are no failure: processors and library
-    versions round differently.
+    Returns one result per measure, with the worst layer; ``margins`` are in per cent. A layer whose
+    stored codes and measures are the same passes. Different codes are no failure in themselves:
+    processors and library versions round differently.
     """
     old, new = ({layer.name: layer for layer in audit.modules} for audit in (before, after))
     if not old:

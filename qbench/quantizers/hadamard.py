@@ -47,7 +47,7 @@ def _prime(order: int) -> int | None:
 @functools.cache
 def matrix(order: int) -> Matrix:
     """Return the Hadamard matrix, entries ±1, of an ``order`` that is a power of two or Paley's."""
-    from scipy.linalg import hadamard  # slow to import, and settings ask for factors alone
+    from scipy.linalg import hadamard  # slow to import, and settings need only factors
 
     if order & (order - 1) == 0:
         return hadamard(order, np.int8)

@@ -138,7 +138,7 @@ def _counts(documents: int, rounds: int, rng: np.random.Generator) -> Floats:
     return counts
 
 
-ENOUGH_TO_DRAW = 10  # documents; of fewer, many rounds draw one document alone
+ENOUGH_TO_DRAW = 10  # documents; with fewer, many rounds draw a single document
 # An end of the interval may be this many times as far as the document that is farthest from the
 # mean. In simulations with 16 pages and damage in proportion to length the interval covers 79 % if
 # an end may be once as far, 89 % if twice: longer pages than those drawn have more damage.
@@ -263,7 +263,7 @@ def bootstrap_ratios(made: Contrasts, weights: Floats) -> tuple[NDArray, Bootstr
     sums = drawn_sums(np.concatenate([rest, rest**2, rest * length]).T).T
     sums, squares, products = sums.reshape(3, len(rest), -1)
     ratio = sums / lengths[0]
-    # A round's own spread: 0 if it drew one document alone, which is as far as any round goes.
+    # A round's spread: 0 if it drew a single document, which is as far as any round goes.
     spread = np.sqrt(np.maximum(squares - 2 * ratio * products + ratio**2 * lengths[1], 1e-12))
     rates = values[:, weights > 0] / weights[weights > 0]
     farthest = TWICE * np.abs(rates - made.estimate[:, None]).max(axis=1) / made.stderr

@@ -1,1 +1,1 @@
-"""Train pairs of models that differ in their attention function alone."""
+"""Train pairs of models that differ only in their attention function."""

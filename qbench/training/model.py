@@ -135,7 +135,7 @@ def initial_model(
     """Return a float32 model with its initial weights, and its attention, such as
     ``softpick/triton``.
 
-    The weights are drawn on the CPU and depend on ``shape`` and ``seed`` alone: they are the same
+    The weights are drawn on the CPU and depend only on ``shape`` and ``seed``: they are the same
     for every attention function, whose own parameters come after, and so do gates. ``tokens``: the
     ids of bos, eos and pad. Raises UnavailableError if the attention implementation cannot run.
     """

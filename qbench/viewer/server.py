@@ -1,4 +1,4 @@
-"""Serve the page on this machine alone, nothing without the token in its address; or write it as a
+"""Serve the page only to this machine, and only with the token in its address; or write it as a
 static site, which opens from a disk."""
 
 from __future__ import annotations

@@ -405,7 +405,7 @@ class PackedBatch(Batch):
 class Packing:
     """Packs of at most ``batch_tokens`` tokens and ``KEY_RATIO`` times as many keys.
 
-    The longest prefix groups come first; one that is larger than a pack stays alone.
+    The longest prefix groups come first; a group larger than a pack gets its own.
     """
 
     max_length: int

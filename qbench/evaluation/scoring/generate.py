@@ -78,7 +78,7 @@ Finished = Callable[[int, list[int]], bool]  # of a prompt's index and its answe
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """Token ids, and the most tokens that the answer may have. At a ``temperature`` above 0 tokens
-    are drawn, by ``seed`` and position alone: the other prompts of a batch do not matter.
+    are drawn, by ``seed`` and position only: the other prompts of a batch do not matter.
     """
 
     ids: Sequence[int]

@@ -63,7 +63,7 @@ class Projection:
 
     def of(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[int, int], Tensor]:
         """Return a function that gives the logits [last − first, vocabulary] of a part. The
-        product's shape depends on the part alone, so that two heads round alike.
+        product's shape depends only on the part, so that two heads round alike.
         """
         if self.chosen is not None:
             inputs = rows.new_zeros(self.total, rows.shape[1]).index_copy_(0, self.chosen, rows)

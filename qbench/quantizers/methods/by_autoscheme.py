@@ -31,7 +31,7 @@ def make(model: Path, out: Path, texts: Texts, settings: AutoScheme) -> None:
     from auto_round.schemes import QuantizationScheme
     from transformers import AutoTokenizer
 
-    # It reads text from a file alone, and as text it has other tokens
+    # It reads text only from a file, and the text is tokenized again
     file, length = out / "texts.json", texts.shape[1] * 7 // 8
     file.write_text(json.dumps(AutoTokenizer.from_pretrained(model).batch_decode(texts)))
     groups = settings.group_length(0) or -1

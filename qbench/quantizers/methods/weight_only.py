@@ -264,7 +264,7 @@ class Bnb8(Bnb):
 @settings
 class Hqq(Grouped):
     """Half-quadratic quantization (Badri & Shaji 2023), by the hqq library: zero points fitted, no
-    calibration. Zeros are whole numbers at 4 bits alone, as the library has it."""
+    calibration. Zeros are whole numbers only at 4 bits, as in the library."""
 
     method: ClassVar[str] = "hqq"
     backend: ClassVar[str] = "hqq"
