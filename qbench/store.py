@@ -356,7 +356,7 @@ class Records(Generic[R]):
 
     def outcome_arrays(self, record: Record) -> dict[tuple[str, str], tuple[np.ndarray, ...]]:
         """Return (task, metric) → document, value and weight, arrays [documents], in the order of
-        the file: five times as fast as ``outcomes``. Raises DamagedError as it does."""
+        the file: five times as fast as ``table``. Raises DamagedError as ``table`` does."""
         import numpy as np
 
         names = ["task", "metric"]
@@ -371,9 +371,9 @@ class Records(Generic[R]):
         return groups
 
     def divergence_arrays(self, record: Record) -> tuple[np.ndarray, ...]:
-        """Return the sorted names of documents ("task document"), and for each row of
-        ``divergences`` the index of its document, KL divergence and number of scored tokens (NaN if
-        unknown): ten times as fast. Raises as it does."""
+        """Return the sorted names of documents ("task document"), and for each row of the table of
+        divergences the index of its document, KL divergence and number of scored tokens (NaN if
+        unknown): ten times as fast as ``table``. Raises DamagedError as ``table`` does."""
         names = ["task", "document", "kl", "tokens"]
         table = self._arrow(record, "divergences", names, read_dictionary=["task"])
         tasks = table.unify_dictionaries()["task"].combine_chunks()

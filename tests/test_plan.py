@@ -233,7 +233,7 @@ def test_a_malformed_calibration_text_is_refused_with_its_line(tmp_path, content
 
 @pytest.mark.parametrize("long", [LONG, LONG.replace(b"a b c ", b"a b c " * 100)])
 def test_too_little_calibration_text_is_refused_before_anything_is_loaded(tmp_path, long):
-    words = "text.jsonl: gives 1 windows of 32 tokens, 2 were asked for; lower calibration samples"
+    words = "text.jsonl: gives 1 windows of 32 tokens, 2 are needed; lower calibration samples"
     with pytest.raises(DataError, match=words):
         calibrated(tmp_path, long + GOOD)
 

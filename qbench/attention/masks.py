@@ -61,7 +61,8 @@ class Mask:
     cache_slack: int = 0
 
     def settings(self, queries: int) -> dict[str, Any]:
-        """Return what attention functions take instead of a mask if ``no_dense_mask``."""
+        """Return the keyword arguments of attention functions that replace the mask: window, bounds
+        of sequences and their count. ``queries``: number of query rows."""
         arguments: dict[str, Any] = {"window": self.window}
         if self.seq_bounds is not None:
             arguments["seq_bounds"] = self.seq_bounds

@@ -170,7 +170,9 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
             options={"mip_rel_gap": 1e-7, "time_limit": 120},
         )  # fmt: skip
     if result.x is None:
-        raise RecipeError(f"--bits {bits_per_weight:.4g}: no choice was found: {result.message}")
+        raise RecipeError(
+            f"--bits {bits_per_weight:.4g}: the solver stopped without a choice ({result.message}); give more bits or fewer methods"
+        )
     return {layers[place]: c for (place, c), x in zip(items, result.x, strict=True) if x > 0.5}
 
 

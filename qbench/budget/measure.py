@@ -253,7 +253,7 @@ class FromBlocks(Baseline):
         for modules, mean in zip(variants, means, strict=True):
             if not math.isfinite(mean):
                 raise EvaluationError(
-                    f"{', '.join(list(modules)[:3])}: quantized, the model's logits are not numbers"
+                    f"{', '.join(list(modules)[:3])}: if quantized, the model's logits are NaN"
                 )
         return means
 

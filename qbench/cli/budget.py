@@ -79,7 +79,7 @@ def budget(
         raise RecipeError("name a budget: --bits 3.5, or --gib 4")
     included = split_commas(include) if include else []
     if unknown := set(included) - {"lm_head", "embeddings"}:
-        raise RecipeError(f"--include {', '.join(sorted(unknown))}: there is lm_head, embeddings")
+        raise RecipeError(f"--include {', '.join(sorted(unknown))}: possible: lm_head, embeddings")
     choices, peer_entries = expand(split_commas(methods)), split_commas(peers or "")
     for peer in peer_entries:
         config_of(peer)  # raises for an unknown one

@@ -35,8 +35,8 @@ def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
 
 
 def _output(metavar: str, help: str = "") -> Any:
-    """Return an option for a FILE or a FOLDER to write. A command that writes into a folder checks
-    first that it can."""
+    """Return a typer option for a path to write. A FILE is checked here; a command that writes a
+    FOLDER checks it before work."""
     check = _writable if metavar == "FILE" else None
     return typer.Option(help=help, parser=_path, callback=check, metavar=metavar)
 

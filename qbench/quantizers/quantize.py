@@ -325,7 +325,8 @@ def _quantize_layer(
     name: str,
     chosen: WeightSettings,
 ) -> dict[str, Tensors]:
-    """Return the tensors of one layer, in memory where all layers' tensors fit."""
+    """Quantize one layer; return {name: its tensors}, on the device that can hold all layers'
+    tensors."""
     load_block(model, name)
     made = functions.quantize(name, layers[name], chosen)
     return {name: {part: tensor.to(offload_device(model)) for part, tensor in made.items()}}

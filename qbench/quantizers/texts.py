@@ -129,7 +129,7 @@ def draw_windows(
     if len(windows) < text.samples:
         raise DataError(
             f"{text.path}: gives {len(windows):,} windows of {text.length:,} tokens, "
-            f"{text.samples:,} were asked for; lower calibration samples or length, or add text"
+            f"{text.samples:,} are needed; lower calibration samples or length, or add text"
         )
     return windows
 

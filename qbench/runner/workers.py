@@ -166,9 +166,9 @@ class _Slot:
         except (OSError, EOFError) as error:  # EOFError: the fork server died
             if self._pool is not None:
                 raise  # the call's own
-            raise BrokenExecutor(f"a worker process cannot be started: {first_line(error)}") from (
-                error
-            )
+            raise BrokenExecutor(
+                f"a worker process cannot be started: {first_line(error)}; try fewer --workers"
+            ) from (error)
 
     def _start(self) -> ProcessPoolExecutor:
         """Return a new pool of one process. Raises BrokenExecutor if the run has ended."""

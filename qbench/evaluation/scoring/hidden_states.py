@@ -120,6 +120,7 @@ class PaddedForward:
         self._keeps_angles = kind is not None and kind.startswith("dynamic")
 
     def __call__(self, batch: Batch) -> Tensor:
+        """Return the hidden states [B · L, H] of a padded batch."""
         ids = to_device(batch.ids, self.device)
         if self._keeps_angles and ids.shape[1] > (self._rope_limit or 0):
             self.decoder(ids[:1, :1], use_cache=False)  # forgets the angles of a longer batch
@@ -142,6 +143,7 @@ class PackedForward:
             )
 
     def __call__(self, batch: PackedBatch) -> Tensor:
+        """Return the hidden states [T, H] of a pack."""
         self.model.config._attn_implementation = self._name
         try:
             return self.decoder(

@@ -70,6 +70,7 @@ class Mixed(WeightSettings):
 
     @property
     def end_names(self) -> tuple[str, ...]:
+        """Return the patterns that are full names: only these can name LM head and embeddings."""
         return tuple(names for names, _ in self.layers if not set(names) & set("*?["))
 
     def by_settings(self, shapes: Shapes) -> list[tuple[str, WeightSettings, Shapes]]:
