@@ -171,7 +171,8 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
         )  # fmt: skip
     if result.x is None:
         raise RecipeError(
-            f"--bits {bits_per_weight:.4g}: the solver stopped without a choice ({result.message}); give more bits or fewer methods"
+            f"--bits {bits_per_weight:.4g}: the solver found no choice ({result.message}); "
+            "give more bits or fewer methods"
         )
     return {layers[place]: c for (place, c), x in zip(items, result.x, strict=True) if x > 0.5}
 
