@@ -269,8 +269,7 @@ def quantized_model(
 
 
 def quantize_ahead(cell: Cell, plan: Plan, cache: Path) -> None:
-    """Make the quantized weights of ``cell`` and keep them in ``cache``, where the cell reads
-    them."""
+    """Make the quantized weights of ``cell`` in ``cache``, where the cell reads them."""
     tokenizer = load_tokenizer(cell.checkpoint)
     quantized_model(cell, load(cell, plan), tokenizer, cache, lambda done, total: None)
 
@@ -438,8 +437,7 @@ class _Evaluation:
         return TaskResult(record, tables)
 
     def _score(self, scorer: Any, task: LoadedTask) -> Callable[[], TaskResult]:
-        """Score one task now; return a function that computes metrics and damage later, in a
-        thread."""
+        """Score one task now; return a function that computes metrics and damage later."""
         cell, start, answered = self.cell, time.perf_counter(), None
         if task.answers is None:
             ask(scorer, task, cell.scoring)
@@ -522,8 +520,7 @@ class _Evaluation:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
-    """Return the text of each token by itself, with the space that SentencePiece marks at its
-    start."""
+    """Return the text of each token, with the space that SentencePiece marks at its start."""
     texts = {}
     for token in set(ids.tolist()):
         text = tokenizer.decode([token])

@@ -138,8 +138,7 @@ def read_yaml(path: Path) -> Source:
 
 
 def require_no_removed(source: Source) -> None:
-    """Raise RecipeError if the recipe has keys of earlier versions, naming what took their
-    place."""
+    """Raise RecipeError if the recipe has removed keys, naming what took their place."""
     if gone := [
         f"{source.at(location)}: {key} was removed: {removed.KEYS[key]}"
         for location in source.lines
@@ -250,8 +249,7 @@ Folder = Annotated[Path, AfterValidator(_is_folder)]
 
 
 def _short(key: str, short: type = str) -> BeforeValidator:
-    """Return a validator that turns a value of the type ``short`` into the mapping {``key``:
-    value}."""
+    """Return a validator that turns a ``short`` value into the mapping {``key``: value}."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, short) else value)
 
 
@@ -512,8 +510,7 @@ class Recipe(Strict):
     @field_validator("plugins")
     @classmethod
     def _load(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        """Load the plug-ins first, since other keys may name what they register. Raises
-        RecipeError."""
+        """Load the plug-ins first: other keys may name what they register. Raises RecipeError."""
         source = info.context or Source(FROM_OPTIONS, {}, {})
         for number, path in enumerate(value):
             location = f"{source.at(('plugins', number))}: plugins[{number}]"
@@ -907,7 +904,7 @@ def _replace_dtype(source: Source, dtype: str) -> None:
 
 
 def _in_dtype(entry: Any, unquantized: str) -> Any:
-    """Return a quantizer's entry without its dtype; an unquantized one as ``unquantized``, such as
+    """Return a quantizer's entry without dtype; an unquantized one as ``unquantized``, e.g.
     bf16."""
     if isinstance(entry, dict):
         entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}

@@ -448,8 +448,7 @@ class Training(RecordModel, populate_by_name=True):
 
     @property
     def in_common(self) -> dict[str, Any]:
-        """Return, by part, the settings and data that must agree between the trainings of a
-        pair."""
+        """Return, by part, the settings and data that trainings of a pair must share."""
         return {
             **{f"settings.{part}": value for part, value in self.settings.items()},
             "seed": self.seed,
@@ -662,7 +661,7 @@ class RunManifest(RecordModel):
 
     @model_validator(mode="after")
     def _cells_are_of_the_grid(self) -> Self:
-        """Refuse cells that are listed twice or are not of the manifest's checkpoints and
+        """Refuse cells that are listed twice or not of the manifest's checkpoints and
         quantizers."""
         names = [cell.cell for cell in self.cells]
         for cell in self.cells:

@@ -154,8 +154,7 @@ def unpack(folder: Path) -> None:
 
 
 def require_no_links(folder: Path) -> None:
-    """Raise ResultsError if a file or folder that qbench writes in ``folder`` is a symbolic
-    link."""
+    """Raise ResultsError if something that qbench writes in ``folder`` is a symbolic link."""
     for part in (folder / name for name in WRITTEN):
         for path in (part, *part.rglob("*")):
             if path.is_symlink():
@@ -240,8 +239,7 @@ class Records(Generic[R]):
         return (self.directory / MANIFEST).is_file()
 
     def manifest(self) -> Any:
-        """Return the manifest of the last run. Raises ResultsError if there is none or it is
-        damaged."""
+        """Return the last run's manifest. Raises ResultsError if it is missing or damaged."""
         if not self.has_manifest():
             raise ResultsError(
                 f"{self.directory}: no grid.json here; name a folder that `{self.written_by}` wrote"
@@ -308,8 +306,7 @@ class Records(Generic[R]):
         return [record for record in records if record is not None]
 
     def path(self, cell: CellKey, suffix: str = ".json") -> Path:
-        """Return the path of the record of ``cell``, or of a file beside it with this
-        ``suffix``."""
+        """Return the path of a cell's record, or of a file beside it with this ``suffix``."""
         return self._cells / cell.cell / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
     def lock_file(self, cell: CellKey) -> Path:

@@ -259,8 +259,7 @@ class Stream:
             states[number] = None
 
     def _run(self, call: Callable[[], Any], step: _Step) -> Any:
-        """Return the result of ``call`` in which only ``step`` is run; None if the step ends the
-        forward."""
+        """Return the result of ``call`` with only ``step`` run; None if that ends the forward."""
         self._step = step
         try:
             return call()
@@ -303,8 +302,7 @@ class Stream:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _turn(self, index: int) -> None:
-        """Put block ``index`` on the device in place of the current one, and start to copy the
-        next."""
+        """Put block ``index`` on the device; start to copy the next one."""
         if self._at == index:
             return
         self._leave()

@@ -112,8 +112,7 @@ def measure(
 
 
 def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the negative log-likelihood of each text's tokens but the first, [B, T − 1],
-    in nats."""
+    """Return the loss of each text's tokens but the first, [B, T − 1], in nats."""
     return torch.stack(
         [
             torch.nn.functional.cross_entropy(rows[:-1].float(), ids[1:], reduction="none")
@@ -189,8 +188,7 @@ def _measured(
 
 
 def _means(rows: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the means over texts and heads of ``rows`` [N, H, …], the tensors of
-    :func:`measures`."""
+    """Return means over texts and heads of ``rows`` [N, H, …], the result of :func:`measures`."""
     columns = zip(rows["attention"].unbind(-1), rows["attention_gu"].unbind(-1), strict=True)
     return {
         "sinks": tuple(

@@ -24,8 +24,7 @@ ROWS = 2048  # of logits at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Modules that are quantized together, with the index ``layer`` of their decoder layer; None
-    outside of them."""
+    """Modules that are quantized together; ``layer``: index of their decoder layer, if any."""
 
     name: str
     layer: int | None
@@ -116,8 +115,7 @@ class Baseline:
 
 @contextmanager
 def exchanged(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Put ``modules`` in the places of the modules of ``model`` with these names, within
-    the body."""
+    """Replace the modules of ``model`` with the names in ``modules``, within the body."""
     originals = {name: model.get_submodule(name) for name in modules}
     try:
         for name, module in modules.items():

@@ -56,14 +56,12 @@ class QuantizedKVCache(ABC):
 
 
 def needs_sequences(model: nn.Module) -> bool:
-    """Return whether the attention of ``model`` must know where sequences begin, which a 4-D mask
-    does not show."""
+    """Return whether attention must know where sequences begin, which a 4-D mask does not show."""
     return any(cache.sink_tokens > 0 for cache in _caches(model))
 
 
 def one_scale(model: nn.Module) -> bool:
-    """Return whether a cache of ``model`` has one scale for all sequences of a forward pass and
-    their padding."""
+    """Return whether all sequences of a forward pass, padding included, share one scale."""
     return any(cache.one_scale for cache in _caches(model))
 
 

@@ -197,8 +197,8 @@ def _scale(query: Tensor, scale: float | None) -> float:
 
 
 def sequences(seq_bounds: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the index in [B, H, T, D] of the queries and of the keys of each sequence that has
-    both."""
+    """Yield the indices in [B, H, T, D] of each sequence's queries and keys, unless one is
+    empty."""
     for row, first_query, last_query, first_key, last_key, _ in seq_bounds.tolist():
         if first_query < last_query and first_key < last_key:
             heads = (slice(row, row + 1), slice(None))

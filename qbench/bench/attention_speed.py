@@ -96,8 +96,7 @@ def given(normalizer: str, heads: int, *, sloped: bool = False) -> dict[str, Ten
 
 
 def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
-    """Return the median time of ``run`` by CUDA events over ``repeat_ms``, after a warm-up of half
-    as long."""
+    """Return the median time of ``run`` by CUDA events over ``repeat_ms``, after a warm-up."""
     return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
 
 

@@ -168,8 +168,7 @@ def _asked(
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one word per id. The end of a text is an additional id, which no
-    answer contains."""
+    """Return a tokenizer with one word per id, and one more id that ends a text."""
     words = {f"w{i}": i for i in range(vocabulary)} | {"</s>": vocabulary}
     inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -177,7 +176,7 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def _requests(count: int, length: int, tokens: int, vocabulary: int) -> list[Any]:
-    """Return ``count`` requests with prompts of ``length`` words and a limit of ``tokens`` new
+    """Return ``count`` requests with prompts of ``length`` words and at most ``tokens`` new
     tokens."""
     draw = random.Random(0)
     return [

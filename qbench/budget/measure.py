@@ -291,8 +291,8 @@ class FromBlocks(Baseline):
                 vars(changed).pop("forward", None)
 
     def _compared(self, old: Tensor, variants: Sequence[Tensor]) -> Tensor:
-        """Return Σ p ln(p/q) of each variant and position, [V, B · (T − 1)]; all are inputs of the
-        LM head."""
+        """Return Σ p ln(p/q) per variant and position, [V, B · (T − 1)]; inputs are the LM
+        head's."""
         rows, divergences = max(1, LOGITS // self.head.linear.weight.shape[0]), []
         pieces = (tensor.flatten(0, 1).split(rows) for tensor in (old, *variants))
         for before, *after in zip(*pieces, strict=True):

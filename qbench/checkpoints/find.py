@@ -389,8 +389,7 @@ class Checkpoint:
 
     @property
     def positions(self) -> int | None:
-        """Return the most tokens that a forward pass takes; None for models without a table of
-        positions."""
+        """Return the most tokens of a forward pass; None without a table of positions."""
         table = any(POSITIONS.search(name) for name in self.headers)
         return self.max_length if table or self.config.keys() & set(CONTEXT[1:]) else None
 
@@ -586,8 +585,7 @@ def has_other_matrices(checkpoint: Checkpoint) -> bool:
 
 
 def _no_linear_layer(name: str) -> bool:
-    """Return whether the matrix ``name`` is none of a linear layer: embeddings, a router, experts
-    and the like."""
+    """Return whether the matrix ``name`` is no linear layer's: embeddings, routers, experts."""
     last = name.rpartition(".")[2]
     router = "router" in name.split(".")
     return router or bool(NONE_OF_THESE.fullmatch(last) or EXPERTS.search(name))

@@ -190,8 +190,7 @@ def in_transformers_words(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(parsed: Config) -> tuple[str, dict[str, Any]]:
-    """Return the ``model_type`` in transformers that computes the same, and the fields that only
-    this type has."""
+    """Return the ``model_type`` in transformers that computes the same, and its further fields."""
     fields: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
     layers = parsed.num_hidden_layers
     if parsed.qbench_gate is not None:

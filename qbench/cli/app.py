@@ -49,8 +49,7 @@ TRAIN, LOOK_UP = "Train pairs", "Measure and look up"
 
 
 class Entry(NamedTuple):
-    """Holds the module of a command in qbench.cli, its panel in ``qbench --help`` and its one-line
-    help."""
+    """Holds a command's module in qbench.cli, its panel in ``qbench --help`` and its help line."""
 
     module: str
     panel: str

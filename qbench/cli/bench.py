@@ -30,16 +30,14 @@ bench = CommandGroup("Measure speeds, in one run on one machine, after checking 
 
 
 def load(name: str) -> Any:
-    """Import and return qbench's module ``name``, which imports torch, without what libraries
-    print."""
+    """Import qbench's module ``name``, which imports torch, hiding what libraries print."""
     with redirected(NOWHERE):
         return importlib.import_module(f"qbench.{name}")
 
 
 @contextmanager
 def quiet() -> Iterator[Callable[[str], None]]:
-    """Send all that libraries print in the body to a log; yield a function that prints a line on
-    the terminal."""
+    """Hide what libraries print in the body; yield a function that prints a line."""
     with terminal() as screen, redirected(NOWHERE):
         yield lambda line: print(line, file=screen)
 

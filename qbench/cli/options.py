@@ -27,8 +27,7 @@ def _path(text: str) -> Path:
 
 
 def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Return ``value``, the file that an option names, or refuse the command at once if it cannot
-    be written."""
+    """Return ``value``, a file to write; refuse the command if it cannot be written."""
     if value is not None:
         require_writable(value, param.opts[0])
     return value
@@ -55,7 +54,7 @@ class CommandGroup(typer.Typer):
         )
 
     def command(self, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Return a decorator that registers a command. An option that is False by default has no
+        """Return a decorator that registers a command. Flags that default to False get no
         ``--no-``."""
 
         def register(command: Callable[..., None]) -> Callable[..., None]:
@@ -92,8 +91,7 @@ class CommandGroup(typer.Typer):
 
 
 def _overrides(given: dict[str, Any]) -> Overrides:
-    """Return the Overrides of the options ``given`` by field. Raises RecipeError, with the option's
-    name."""
+    """Return the Overrides of the options ``given``. Raises RecipeError that names the option."""
     try:
         return Overrides(**given)
     except RecipeError as error:

@@ -395,8 +395,7 @@ def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
 
 
 def _memory(cell: Cell, plan: Plan, gib: float) -> str:
-    """Return the memory of a cell, ``gib``, as text: whether it fits, or that weights are
-    streamed."""
+    """Return the memory of a cell as text: whether ``gib`` fits, or that weights are streamed."""
     weights = elements(cell.checkpoint.headers) * BYTES[cell.quantization.compute_dtype]
     if streams(cell, plan, weights, lambda: memory_gib("cuda") * GIB):
         return "and longer, as its weights come block by block"

@@ -103,8 +103,7 @@ def _aggregation(score: Score | None) -> str:
 
 
 def _metrics(task: str, scores: Iterable[Scores]) -> dict[str, Score | None]:
-    """Return metric → a score that has it, for all metrics of ``task`` in any record, in the
-    paper's order."""
+    """Return metric → a score that has it, for all metrics of ``task``, in the paper's order."""
     examples: dict[str, Score | None] = {}
     for of_one in scores:
         for score in of_one.values():

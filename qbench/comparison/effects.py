@@ -194,8 +194,7 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name
 def _contrasts(
     comparison: Comparison, row: Row, groups: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str, list[list[Signs]]]]:
-    """Yield (contrast, group, signed scores of each training); the first of ``groups`` is the
-    baseline."""
+    """Yield (contrast, group, signed scores per training); the first group is the baseline."""
     base, *others = groups
     unquantized = comparison.unquantized_of(row.quantizer)
     worse = -1 if row.higher_is_better else 1

@@ -187,8 +187,7 @@ class Row:
         return getattr(self, contrast).get(group) or self.missing.get((contrast, group))
 
     def delta(self, checkpoint: str) -> float | None:
-        """Return the score of ``checkpoint`` minus the baseline checkpoint's, in the score's
-        units."""
+        """Return the score of ``checkpoint`` minus the baseline checkpoint's, in its units."""
         ours, base = self.entry(checkpoint).value, self.entries[0].value
         return None if ours is None or base is None else ours - base
 
@@ -248,8 +247,7 @@ class Comparison:
 
     @property
     def unquantized(self) -> str | None:
-        """Return the first quantizer of the manifest that quantizes nothing; None if there is
-        none."""
+        """Return the first unquantized quantizer of the manifest; None without one."""
         return next((cell.quantizer for cell in self.grid.cells if not cell.quantized), None)
 
     def unquantized_of(self, quantizer: str) -> str | None:

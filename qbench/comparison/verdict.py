@@ -239,8 +239,7 @@ def _size(record: Record) -> float | None:
 
 
 def _two_models(comparison: Comparison, losses: Losses, group: str) -> str:
-    """Return the sentence on how much more quantization costs ``group`` than the baseline
-    checkpoint."""
+    """Return the sentence on how much more quantization costs ``group`` than the baseline."""
     base, what = (
         next(iter(comparison.groups)),
         "KL" if losses.is_kl else f"loss in {losses.measure}",

@@ -150,8 +150,7 @@ def answer(
 def _ask(
     scorer: Any, task: LoadedTask, settings: ScoringSettings, tokenizer: PreTrainedTokenizerBase
 ) -> list[AnswerPrompt]:
-    """Return a prompt per document and sample, in order, rendered by the chat template and
-    encoded."""
+    """Return a prompt per document and sample, rendered by the chat template and encoded."""
     assert task.answers is not None
     if task.answers.from_task:
         build_requests(task.task, replace(settings, chat=None))

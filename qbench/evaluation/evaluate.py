@@ -113,8 +113,7 @@ class TemplateTask(ConfigurableTask):
 
     @property
     def eval_docs(self) -> Any:
-        """Return the documents, read from their data set only once: lm-eval reads them five
-        times."""
+        """Return the documents, read from the data set only once; lm-eval reads them five times."""
         return super().eval_docs if self._documents is None else self._documents
 
     def fewshot_docs(self) -> Any:
@@ -483,8 +482,7 @@ def ask(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings)
 
 
 def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
-    """Return the scores, outcomes and responses of the answers that ``ask`` stored. Raises as
-    ``evaluate``."""
+    """Return scores and tables of the answers that ``ask`` stored. Raises as ``evaluate``."""
     with _named(task.name, "its answers cannot be judged"):
         samples = list(_samples(task.task, settings.limit))
     # Of a metric with two numbers per document they are value and weight: a value and its
@@ -632,8 +630,7 @@ def rebuild_requests(
 
 
 def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
-    """Return the right answer: the index of the (first) right choice, or a text; None without
-    either."""
+    """Return the right answer: the (first) right choice's index, or a text; None without either."""
     if task.OUTPUT_TYPE not in ("multiple_choice", "generate_until"):
         return None
     with suppress(Exception):  # the task's code may raise; this is only for display

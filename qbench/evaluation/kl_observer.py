@@ -93,7 +93,7 @@ def _write(cache: Path, key: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _read(cache: Path, key: str) -> dict[str, Tensor]:
-    """Return the tensors under ``key`` in the cache, verified and memory-mapped. Raises
+    """Return the verified, memory-mapped tensors under ``key`` in the cache. Raises
     ResultsError."""
     path = baseline_file(cache, key)
     verify_baseline(path, key)

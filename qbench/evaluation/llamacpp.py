@@ -339,8 +339,7 @@ class LlamaCppScorer(Scorer):
         return answers
 
     def _answer(self, request: Request, observer: Observer | None) -> LogLikelihood:
-        """Return (log-likelihood in nats, whether greedy) of one request; show its logits to the
-        observer."""
+        """Return (log-likelihood in nats, whether greedy); show the logits to the observer."""
         inputs = request.inputs(self.settings.max_length)
         targets = torch.tensor(request.tokens[-request.scored :])
         total, greedy, done = 0.0, True, 0
@@ -419,8 +418,7 @@ class ExternalScorer(LM):
         return self._call("generate_until", requests)
 
     def _call(self, kind: str, requests: list[Any]) -> list[Any]:
-        """Return the runtime's answers to ``requests`` of one kind. Raises EvaluationError with its
-        error."""
+        """Return the runtime's answers to ``requests``. Raises EvaluationError with its error."""
         try:
             return getattr(self.model, kind)(requests, disable_tqdm=True)
         except (Exception, SystemExit) as error:  # of the runtime, whatever it is

@@ -230,8 +230,7 @@ def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:
-    """Return the width of the hidden states, under any name that transformers' configurations have
-    for it."""
+    """Return the width of the hidden states, by any of transformers' names for it."""
     inner = config.get("text_config")
     levels = (config, inner) if isinstance(inner, Mapping) else (config,)
     widths = (level.get(n) for level in levels for n in ("hidden_size", "n_embd", "d_model"))

@@ -256,8 +256,7 @@ class WeightSettings(Settings):
 
     @abstractmethod
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Return the bits per weight in addition to its code: its share of scales, zeros and
-        indices."""
+        """Return the bits per weight beside its code: of scales, zeros and indices."""
 
     def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
         """Return the fewest and most bits per weight that a matrix [rows, columns] may store: 0.99
@@ -360,8 +359,7 @@ class QuantizationConfig:
 
     @property
     def method(self) -> str:
-        """Return the method by which tables group cells: ``gptq``, ``gptq+activations+kv``;
-        ``none``."""
+        """Return the method in tables: ``gptq``, ``gptq+activations+kv``; ``none``."""
         return "+".join(part.method for part in self.parts.values() if part.method) or "none"
 
     @property

@@ -167,8 +167,7 @@ def nearest(x: Tensor, element: FloatFormat) -> Tensor:
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """Return ``x`` / ``number``, rounded once: CUDA would multiply by the reciprocal of a
-    number."""
+    """Return ``x`` / ``number``, rounded once; CUDA would multiply by the reciprocal."""
     return x / torch.full_like(x, number)
 
 
@@ -235,8 +234,7 @@ class KVFakeQuant(QuantizedKVCache):
 
 
 def _range(x: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest value of ``x`` where ``left_out`` is False; 0 if it is True
-    everywhere."""
+    """Return the extremes of ``x`` where ``left_out`` is False; 0 without such values."""
     if left_out is None:
         return torch.aminmax(x)
     low = x.masked_fill(left_out, torch.inf).amin()

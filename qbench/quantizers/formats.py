@@ -95,8 +95,8 @@ class QuantFormat:
 
     @property
     def span(self) -> float:
-        """Return the divisor that gives the scale: of the largest magnitude if symmetric, else of
-        the range."""
+        """Return the divisor that gives the scale: of the magnitude if symmetric, else of the
+        range."""
         if self.type == "float" or not self.symmetric:
             return self.largest
         return (2.0**self.num_bits - 1) / 2

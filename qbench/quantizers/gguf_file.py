@@ -130,8 +130,7 @@ def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
 
 
 def _of_expert(path: str, parts: list[Any], expert: int) -> Any:
-    """Return the rows of one expert in ``parts``, tensors of all experts, one part below the
-    other."""
+    """Return the rows of one expert in ``parts``, tensors of all experts, one below the other."""
     kinds = {part.tensor_type.name for part in parts}
     if len(kinds) > 1:
         raise CheckpointError(

@@ -158,8 +158,7 @@ class GPTQResult:
     damp: float
 
     def packed(self, heights: list[int], settings: Gptq) -> list[Tensors]:
-        """Return the tensors to store, one mapping per layer; ``heights``: the rows of each
-        layer."""
+        """Return the tensors to store per layer; ``heights``: the rows of each layer."""
         parts = zip(*(t.split(heights) for t in (self.codes, self.scale, self.zero)), strict=True)
         stored = [packed.pack(*part, settings.num_bits) for part in parts]
         if self.order is not None:

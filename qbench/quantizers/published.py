@@ -125,8 +125,8 @@ class PublishedCopy(Published):
 
     @property
     def num_bits(self) -> float:
-        """Return the bits per code: stored bits per weight rounded down, since scales take less
-        than 1."""
+        """Return the bits per code: stored bits per weight rounded down; scales take less than
+        1."""
         counted = self.stored_bits or stated_bits(self.format, self.config)
         return math.floor(counted) or 1
 
@@ -147,8 +147,7 @@ class PublishedCopy(Published):
 
     @property
     def activations(self) -> Part | None:
-        """Return how inputs of its layers are rounded; None unless its configuration says that they
-        are."""
+        """Return how layers' inputs are rounded, by its configuration; None if they are not."""
         return None if self.weights_only else rounded_part(self.config, "activation")
 
     @property

@@ -325,8 +325,7 @@ def _quantize_layer(
     name: str,
     chosen: WeightSettings,
 ) -> dict[str, Tensors]:
-    """Quantize one layer; return {name: its tensors}, on the device that can hold all layers'
-    tensors."""
+    """Quantize one layer; return {name: its tensors}, on the host if the model is streamed."""
     load_block(model, name)
     made = functions.quantize(name, layers[name], chosen)
     return {name: {part: tensor.to(offload_device(model)) for part, tensor in made.items()}}

@@ -215,8 +215,7 @@ def config_of_record(quantizer: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's mapping for settings from their ``to_dict``; for a mix also for each
-    layer's."""
+    """Return the recipe's mapping for settings from their ``to_dict``; for a mix of each layer."""
     name = part["name"]
     options = METHODS.get(name).options if name in METHODS else ()
     entry = {"name": name, **{option: part[option] for option in options if option in part}}
@@ -247,8 +246,7 @@ def split_commas(text: str) -> list[str]:
 
 
 def _split(text: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return (name, options) of each part of ``text``; older spellings and combined names are
-    replaced."""
+    """Return (name, options) of each part of ``text``, in today's spelling."""
     if not isinstance(text, str):
         raise RecipeError(HOW)
     parts: list[tuple[str, dict[str, Any]]] = []
@@ -283,8 +281,7 @@ def _value(text: str) -> Any:
 
 
 def _part(kind: str, value: Any, compute_dtype: str) -> Any:
-    """Return the settings for a recipe's key ``kind`` (weights, kv_cache, …) with this
-    ``value``."""
+    """Return the settings for a recipe's key ``kind``, such as kv_cache, with this ``value``."""
     options = dict(value) if isinstance(value, Mapping) else {}
     name = options.pop("name", None) if isinstance(value, Mapping) else value
     if not isinstance(name, str):

@@ -32,8 +32,7 @@ class Group:
     heads: tuple[int, int, int] = (-1, 1, 1)
 
     def shared(self, channels: Tensor) -> Tensor:
-        """Return, for each channel of ``before``, the largest value of the ``channels`` [C] that it
-        feeds."""
+        """Return, per channel of ``before``, the largest of the ``channels`` [C] that it feeds."""
         return channels.view(self.heads).amax(1).flatten()
 
 

@@ -109,8 +109,7 @@ def _owners(
 
 
 def write_gguf_into(model: nn.Module, path: str) -> None:
-    """Replace the weights of ``model``, the original, by the dequantized ones of the GGUF file
-    ``path``."""
+    """Replace the weights of ``model``, the original, by the GGUF file's, dequantized."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -155,8 +155,7 @@ def describe(tokens: Sequence[str], device: str | None, worker: Worker) -> dict[
 
 
 def require_fit(worker: str, about: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raise UnavailableError if a value in ``about``, the worker's, differs from the expected
-    one."""
+    """Raise UnavailableError if a value in ``about``, the worker's, is not the expected one."""
     for name, value in expected.items():
         if about.get(name) != value:
             raise UnavailableError(

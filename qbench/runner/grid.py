@@ -105,8 +105,7 @@ def _submit(executor: Executor, call: Callable[..., T], *arguments: Any, **more:
 
 
 class _GridRun:
-    """Holds the state of one run: the records that are ``done``, and the finished cells to
-    ``rerun``."""
+    """The state of one run: the records that are ``done``, the finished cells to ``rerun``."""
 
     def __init__(
         self, plan: Plan, store: Store, progress: Progress, cache: Path, force: bool

@@ -198,8 +198,7 @@ def _with_state(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any,
 
 
 def begin(gpu: int | None) -> None:
-    """Prepare a worker process before its first call. ``gpu``: index of the only GPU that it
-    sees."""
+    """Prepare a worker process before its first call. ``gpu``: index of the GPU that it sees."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ[VISIBLE] = gpu_of_environment(gpu)

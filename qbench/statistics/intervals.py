@@ -48,17 +48,14 @@ class Method:
         return self.interval(ONE_SIDED)
 
     def upper_at(self, level: float | Floats) -> Floats:
-        """Return the one-sided upper bound at significance ``level``: larger values are
-        excluded."""
+        """Return the upper bound that excludes larger values at significance ``level``."""
         return self.interval(1 - 2 * level)[1]
 
     def p(self) -> Floats:
-        """Return the two-sided p-value of 0: one minus the confidence of the interval that just
-        reaches 0."""
+        """Return the two-sided p-value of 0: 1 − confidence of the interval that ends at 0."""
 
     def size_at(self, level: float | Floats) -> Floats:
-        """Return the size that a two-sided test at significance ``level`` detects with 80 %
-        power."""
+        """Return the size that a two-sided test at ``level`` detects with 80 % power."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -111,8 +111,7 @@ class Panel:
         return len(self.values)
 
     def signs(self, contrasts: Sequence[Signs]) -> Floats:
-        """Return the contrasts as an array [contrasts, columns]; a column that is not named has
-        0."""
+        """Return contrasts as signs [contrasts, columns]; 0 for columns not named."""
         signs = np.zeros((len(contrasts), len(self.index)))
         for row, contrast in zip(signs, contrasts, strict=True):
             row[[self.index[name] for name in contrast]] = [*contrast.values()]
@@ -202,8 +201,7 @@ def error_of(terms: Floats) -> Floats:
 
 
 def score_error(values: Floats, weights: Floats, aggregation: str) -> float:
-    """Return the standard error of the score of one column, [documents], on the scale that is
-    compared."""
+    """Return the standard error of one column's score, on the scale that is compared."""
     scores = Scores(Panel(values=values[:, None], weights=weights[:, None]), aggregation)
     return float(scores.errors[0])
 

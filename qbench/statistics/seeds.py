@@ -140,8 +140,7 @@ def over_seeds(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _SeedMethod(Method):
-    """Computes the bounds and detectable sizes of one effect over seeds, for
-    ``effect.at_level``."""
+    """Computes bounds and detectable sizes of one effect over seeds, for ``at_level``."""
 
     ends: Ends
     parts: Sequence[tuple[float, float]]  # variances with their degrees of freedom
@@ -210,8 +209,7 @@ def _rest(terms: Floats) -> float:
 
 
 def _reach(parts: Sequence[tuple[float, float]], confidence: float) -> float:
-    """Return half the width of the interval at ``confidence``. ``parts``: (variance, degrees of
-    freedom)."""
+    """Return half the interval's width; ``parts``: (variance, degrees of freedom)."""
     return math.sqrt(
         sum(part * float(special.stdtrit(free, (1 + confidence) / 2)) ** 2 for part, free in parts)
     )

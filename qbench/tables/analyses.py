@@ -148,8 +148,7 @@ def mean_kl(record: Record) -> float | None:
 
 
 def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
-    """Return ``mean (lowest to highest)`` as text; a single value as itself; a dash if any is
-    missing."""
+    """Return ``mean (lowest to highest)``; a single value as itself; a dash if any is missing."""
     measured = [value for value in values if value is not None]
     if len(measured) < len(values):
         return NO_VALUE

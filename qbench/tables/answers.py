@@ -53,8 +53,7 @@ def answer_tables(comparison: Comparison) -> list[Table]:
 def _overview(
     comparison: Comparison, checkpoint: str, damages: Mapping[str, AnswerDamage]
 ) -> list[Table]:
-    """Return the table of a checkpoint's answers: a row per precision with KL, agreement and
-    scores."""
+    """Return the table of a checkpoint's answers: KL, agreement and scores per precision."""
     by_name = {(o.quantizer, o.metric): o for o in comparison.lines if o.task == ANSWERS}
     metrics = [name for name in dict.fromkeys(metric for _, metric in by_name) if name != "kl"]
     base = comparison.unquantized_of(next(iter(damages)))
@@ -134,8 +133,7 @@ def _hurt_most(damage: AnswerDamage | None) -> str:
 def _means_table(
     checkpoint: str, what: str, means: Mapping[str, Mapping[str, TokenMeans]]
 ) -> list[Table]:
-    """Return the table of KL and agreement per class or position (``what``), a row per
-    precision."""
+    """Return the table of KL and agreement per class or position (``what``) and precision."""
     names = list(dict.fromkeys(name for each in means.values() for name in each))
     first = next(iter(means.values()))
     rows = [

@@ -70,8 +70,7 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
 
 
 def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str, object]:
-    """Return the cell's size, KL divergence, top-1 agreement and flips, as far as the record has
-    them."""
+    """Return the cell's size, KL, top-1 agreement and flips, as far as the record has them."""
     record = comparison.records.get(entry.cell)
     if record is None:
         return {}

@@ -189,8 +189,7 @@ def bos_notes(comparison: Comparison) -> list[str]:
 
 
 def chance_notes(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
-    """Return a line on accuracies of ``rows`` at chance level: the unquantized model may have
-    guessed."""
+    """Return a line on accuracies of ``rows`` that an unquantized model may have guessed."""
     tasks = {(row.task, row.metric): row for row in rows}
     labels = [
         f"{tasks[task, metric].label} {metric_title(metric)} of {checkpoint}"
@@ -375,8 +374,7 @@ def _effect_cells(line: Row, head: str, contrast: str, group: str, each: str = "
 
 
 def _deltas(method: MethodLines) -> list[Table]:
-    """Return the table of scores of each checkpoint (or means of each group of trainings), and
-    Δ."""
+    """Return the table of scores of each checkpoint (or mean of a group), and Δ."""
     comparison, seeds = method.comparison, bool(method.seeds)
     lines = method.seeds or method.lines
     base, *others = method.groups
@@ -455,8 +453,7 @@ def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
 
 
 def _counts(effects: Iterable[Effect | None]) -> str:
-    """Return the numbers of documents behind the effects of a row, each number once, joined by
-    ``/``."""
+    """Return the numbers of documents behind the effects of a row, joined by ``/``."""
     return "/".join(sorted({str(effect.documents) for effect in effects if effect})) or NO_VALUE
 
 

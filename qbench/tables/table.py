@@ -62,8 +62,7 @@ class Table:
 def from_rows(
     rows: Sequence[Mapping[str, str] | Cells], *, title: str, notes: Iterable[str], **layout: Any
 ) -> list[Table]:
-    """Return [table] of ``rows`` by column head; [] without rows. ``layout``: other fields of the
-    table."""
+    """Return [table] of ``rows`` by head, or []. ``layout``: other fields of the table."""
     if not rows:
         return []
     pairs = [row.items() if isinstance(row, Mapping) else row for row in rows]

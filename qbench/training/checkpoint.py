@@ -75,8 +75,7 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """Return the path of the log, JSON Lines: ``kind`` (step or watch), ``step``, and
-        numbers."""
+        """Return the log's path: JSON Lines of ``kind`` (step or watch), ``step``, numbers."""
         return self.folder / STATE / LOG
 
     def save_state(
@@ -161,8 +160,7 @@ class Run:
         write_atomically(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
     def file_digests(self) -> dict[str, str]:
-        """Return path → SHA-256 of each file of a finished training, except its record and its
-        state."""
+        """Return path → SHA-256 of a finished training's files but record and state."""
         paths = [
             self.folder / CONFIG,
             self.folder / SINGLE,
@@ -205,8 +203,7 @@ class Run:
 
 
 def _checksum(progress: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the SHA-256 over the progress and the names, dtypes, shapes and bytes of tensors on
-    the CPU."""
+    """Return the SHA-256 over the progress and names, dtypes, shapes, bytes of CPU tensors."""
     total = hashlib.sha256(progress.encode())
     for name, tensor in tensors:
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -64,8 +64,7 @@ class TextSource(RecordModel):
 
 
 class AboutTokens(RecordModel, populate_by_name=True):
-    """The content of ``tokens.json``. ``vocabulary``: one more than the largest id of the
-    tokenizer."""
+    """The content of ``tokens.json``. ``vocabulary``: the tokenizer's largest id + 1."""
 
     schema_version: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
@@ -252,8 +251,7 @@ def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
 
 
 def _documents(files: TokenFiles) -> list[np.ndarray]:
-    """Return the held-out documents as ids without BOS; a single document if no token separates
-    them."""
+    """Return the held-out documents' ids without BOS; a single one if nothing separates them."""
     about, ids = files.about, np.asarray(files.held_out).astype(np.int64)
     if about.bos_of_documents:
         return [part[1:] for part in np.split(ids, np.flatnonzero(ids == about.bos)) if len(part)]

@@ -276,8 +276,7 @@ class TrainingRecipe(Strict):
         return self.watch.length or min(512, self.model.context)
 
     def runs(self) -> list[tuple[str, int]]:
-        """Return (normalizer, seed) of every run, seed by seed, so that pairs are complete
-        early."""
+        """Return (normalizer, seed) of every run, seed by seed: pairs are complete early."""
         return [(normalizer, seed) for seed in self.seeds for normalizer in self.normalizers]
 
     def settings(self) -> dict[str, Any]:

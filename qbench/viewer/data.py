@@ -127,8 +127,7 @@ class Results:
                 continue
 
     def _begin(self) -> Future[Comparison]:
-        """Start to compute the comparison of the newest version in the thread; return its
-        future."""
+        """Start to compare the newest version in the thread; return the comparison's future."""
         with self._lock:
             version = self.version
             if version != self._version:
@@ -228,8 +227,7 @@ def overview(results: Results, comparison: Comparison) -> Json:
 
 
 def _in_more_words(comparison: Comparison) -> list[str]:
-    """Return notes below the verdict: on the trainings, and on checkpoints that were trained
-    once."""
+    """Return notes below the verdict: on trainings, and checkpoints that were trained once."""
     notes, once = training_notes(comparison), ", ".join(comparison.trained_once)
     if once and comparison.seeds:
         notes.append(f"Trained once, and so not over seeds: {once}. `qbench tables` compares it.")
@@ -333,8 +331,7 @@ def _ends(interval: Interval | None) -> Json:
 
 
 def _effect(effect: Effect) -> Json:
-    """Return an effect as JSON; ``kind``: whether its numbers are in the score's units or log
-    ratios."""
+    """Return an effect as JSON; ``kind``: numbers in the score's units, or log ratios."""
     names = ("kind", "estimate", "p", "p_holm", "mark", "documents")
     return {name: getattr(effect, name) for name in names} | _ends(effect.interval)
 
@@ -431,8 +428,7 @@ def _tokens(store: Store, record: Record, task: str) -> pd.DataFrame | None:
 
 
 def _values(column: pd.Series, decimals: int = 4) -> list:
-    """Return the values of a column as a list, numbers rounded to ``decimals`` and missing ones
-    None."""
+    """Return a column's values as a list, numbers rounded to ``decimals``, missing ones None."""
     rounded = column.round(decimals) if column.dtype.kind == "f" else column
     return rounded.astype(object).where(column.notna(), None).tolist()
 
@@ -445,8 +441,7 @@ def _task(store: Store, task: int) -> str:
 
 
 def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
-    """Return column → values of the rows of ``task``, rounded to 0.0001; empty columns are left
-    out."""
+    """Return column → values of the rows of ``task``, rounded to 0.0001, without empty columns."""
     rows = table[table["task"] == task].drop(columns="task")
     return {name: _values(rows[name]) for name in rows if rows[name].notna().any()}
 

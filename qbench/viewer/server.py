@@ -88,8 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SECONDS
 
     def do_GET(self) -> None:
-        """Answer a request: the page, its assets and data, only with our host name and the
-        token."""
+        """Answer a request (page, assets, data), only with our host name and the token."""
         # Another site's page may reach this port by a name of its own: the host must be ours.
         hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         token, _, name = self.path.removeprefix("/").partition("?")[0].partition("/")

@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
 
 def supported() -> list[str]:
-    """Return the names of the normalizers that the kernels compute, in the order of
-    registration."""
+    """Return the names of the normalizers that have kernels, in the order of registration."""
     return [name for name in NORMALIZERS if NORMALIZERS.get(name).kernels]
 
 
 def require(normalizer: str) -> Kernels:
-    """Return the kernels of ``normalizer``. Raises UnavailableError if it has none, RecipeError for
-    an unknown normalizer."""
+    """Return the kernels of ``normalizer``. Raises UnavailableError (none) or RecipeError
+    (unknown)."""
     kernels = NORMALIZERS.get(normalizer).kernels
     if kernels is None:
         raise UnavailableError(

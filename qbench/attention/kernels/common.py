@@ -122,8 +122,8 @@ def load_tile(
 
 @triton.jit
 def store_tile(tensor, tile, batch, head, row, stop, WIDTH: tl.constexpr):
-    """Store ``tile`` [ROWS, block(WIDTH)] from ``row`` on, up to ``stop``, to ``tensor``: a pointer
-    and strides."""
+    """Store ``tile`` [ROWS, block(WIDTH)] to rows ``row`` … ``stop``; ``tensor``: pointer,
+    strides."""
     target, strides = tensor
     rows = tl.arange(0, tile.shape[0])  # [ROWS]
     columns = tl.arange(0, tile.shape[1])  # [block(WIDTH)]

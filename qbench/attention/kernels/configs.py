@@ -40,8 +40,8 @@ COSTLY = CAPPED.value | SLOPED.value | ELEMENTWISE.value
 
 
 def forward_config(width: int, dtype: torch.dtype, kernels: Kernels, flags: int) -> Config:
-    """Return the configuration of the forward pass. ``width``: the head dimension rounded up to a
-    power of two."""
+    """Return the forward pass' configuration. ``width``: the head width, rounded up to a power of
+    2."""
     if dtype == torch.float32:
         return _exact(width)
     if width <= 128:
@@ -70,8 +70,7 @@ def backward_config(kernel: dict[int, Config], width: int, dtype: torch.dtype) -
 
 
 def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:
-    """Return the configuration of decoding. ``rows``: heads × queries that share keys, instead of
-    ``block_q``."""
+    """Return the configuration of decoding. ``rows``: heads × queries that share keys."""
     if dtype == torch.float32 or width > 128:
         # Triton's pipeliner (3.6, 3.7) ends the process where warpgroups multiply with value rows
         # that may be left out.
@@ -82,6 +81,6 @@ def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:
 
 
 def _exact(width: int) -> Config:
-    """Return the configuration for float32 without tensor cores: small tiles, as registers bound
-    them."""
+    """Return the configuration for float32 without tensor cores: registers allow only small
+    tiles."""
     return Config(block_q=32, block_k=32 if width <= 128 else 16, num_warps=4, num_stages=1)

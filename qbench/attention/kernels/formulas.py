@@ -123,8 +123,7 @@ def forward_terms(y, m, NORM: tl.constexpr, PRECISE: tl.constexpr):
 
 @triton.jit
 def cast_p(p, dtype: tl.constexpr, NORM: tl.constexpr, FAST: tl.constexpr):
-    """Return weights as an operand of a product: rectified for softpick, then rounded to
-    ``dtype``."""
+    """Return weights as a product's operand: rectified for softpick, then rounded to ``dtype``."""
     if NORM == "softmax" or NORM == "rectified" or NORM == "sigmoid":
         return p.to(dtype)
     elif NORM == "softpick":

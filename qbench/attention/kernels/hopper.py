@@ -36,8 +36,7 @@ STATS = gl.NVMMASharedLayout(0, 32, 1)
 
 
 def fits(device: torch.device, query: Layout, key: Layout, value: Layout, flags: int) -> bool:
-    """Return whether the kernels support such tensors. There must be neither a mask nor bounds of
-    sequences."""
+    """Return whether the kernels support such tensors, which have neither mask nor bounds."""
     batch, heads, length, width = query.shape
     return (
         flags & (CAUSAL.value | WINDOWED.value) == CAUSAL.value

@@ -111,8 +111,7 @@ def any_small(lse_source, WARPS: gl.constexpr):
 
 @gluon.jit
 def load_tiles(k_source, v_source, buffers, batch, kv_head, before, count):
-    """Load ``count`` tiles of keys and values into the ``buffers``, after ``before``
-    earlier ones."""
+    """Load ``count`` tiles of keys and values into ``buffers``, after ``before`` earlier ones."""
     k_tiles, v_tiles, full, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
     for i in range(count):
@@ -127,8 +126,7 @@ def load_tiles(k_source, v_source, buffers, batch, kv_head, before, count):
 
 @gluon.jit
 def dq_loader(sources, fixed, buffers, fixed_full, lse_source, sizes, FLAGS: gl.constexpr):
-    """Load the queries' tiles once, then all tiles of keys and values that they need, into the
-    ring."""
+    """Load the queries' tiles once, then all tiles of keys and values that they see."""
     q_source, k_source, v_source, g_source = sources
     heads, group, length = sizes
     pair = gl.program_id(1)
@@ -396,8 +394,7 @@ def hopper_bwd_dq(
 
 @gluon.jit
 def dkdv_loader(sources, fixed, buffers, fixed_full, sizes):
-    """Load the keys' and values' tiles once, then the tiles of queries of every head, into the
-    ring."""
+    """Load the keys' and values' tiles once, then the tiles of queries of every head."""
     q_source, k_source, v_source, g_source, stat_source = sources
     q_tiles, g_tiles, stat_tiles, full, empty = buffers
     kv_heads, group, length = sizes
@@ -597,8 +594,7 @@ def dkdv_rows(
     fixed, buffers, fixed_full, slopes, dk_out, dv_out, index, sizes, scales, strides,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Compute and store dk and dv of the 64 keys of one warp group, over the query heads that share
-    them."""
+    """Compute and store dk and dv of one warp group's 64 keys, over the heads that share them."""
     q_tiles, full, empty = buffers[0], buffers[3], buffers[4]
     kv_heads, group, length = sizes
     scale, log2_scale, inv_softcap = scales

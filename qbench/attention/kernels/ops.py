@@ -163,8 +163,7 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
     parameters: Parameters, settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run the forward pass. Return the output, the log-sum-exp of rows, and the flags of
-    :func:`empty_flags`."""
+    """Run the forward pass. Return output, log-sum-exp of rows, and flags (:func:`empty_flags`)."""
     output, lse = empty_output(query, value, covered=seq_bounds is None)
     needs_expm1 = empty_flags(query, key, require(settings.normalizer))
     if output.numel() == 0:
@@ -396,8 +395,7 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 
 def strides_of(*layouts: Layout) -> tuple[tuple[int, ...], ...]:
-    """Return the strides of batch row, head and row of each tensor; those of a row's elements are
-    1."""
+    """Return the strides of batch row, head and row of each tensor; within a row it is 1."""
     return tuple(layout.strides[:3] for layout in layouts)
 
 
@@ -408,8 +406,7 @@ def strides_by_token(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def mask_strides(mask: Layout | None) -> tuple[int, int, int, int]:
-    """Return the strides of a mask; 0 for an axis of size one, which serves all batch rows or
-    heads."""
+    """Return the strides of a mask; 0 for an axis of size one, which is shared."""
     if mask is None:
         return 0, 0, 0, 0
     batch, head, row, column = mask.strides

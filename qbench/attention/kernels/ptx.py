@@ -22,8 +22,7 @@ def exp2_ftz(y):
 
 @triton.jit
 def mul_rn(a, b):
-    """Return a · b, rounded on its own and not fused with an addition, so that differences of equal
-    products are 0."""
+    """Return a · b, rounded and not fused with an addition: differences of equal products are 0."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1

@@ -23,8 +23,7 @@ S = Parameter(name="s", trainable=True, attribute="s", initial=0.168)
 
 
 class Scalable(Normalizer):
-    """The normalizer ``plain`` of the scores times s · log n, or with ``one_more`` s ·
-    log (n + 1)."""
+    """The normalizer ``plain`` of scores times s · log n, or s · log (n + 1) if ``one_more``."""
 
     parameters = (S, SLOPES)
 

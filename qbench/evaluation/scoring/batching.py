@@ -115,8 +115,7 @@ class Counts:
     transformers_generation: dict[str, str] = field(default_factory=dict)
 
     def add_requests(self, task: str, count: int, truncated: int, max_length: int) -> None:
-        """Count the requests of a task, and how many of them were truncated. Raises EvaluationError
-        if all were."""
+        """Count a task's requests and the truncated ones. Raises EvaluationError if all are."""
         self.requests += count
         self.truncated += truncated
         if truncated == count > 0:
@@ -233,8 +232,7 @@ def encode_pairs(
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Groups of requests for one forward pass; ``collate`` makes its input when their turn
-    comes."""
+    """Groups of requests for one forward pass; ``collate`` makes its input."""
 
     groups: list[Any]
 
@@ -293,8 +291,7 @@ class Padding:
             return min(self.max_length, len(group.longest.tokens) - 1)
 
         def angles(group: Group) -> int:
-            """Return a number that is equal for inputs that may share a batch, by
-            ``rope_limit``."""
+            """Return a number that is equal for inputs that may share a batch."""
             length = length_of(group)
             if self.rope_limit is None or length <= self.rope_limit:
                 return 0
@@ -435,8 +432,7 @@ class Pack(BatchPlan):
         return sum(group.tokens for group in self.groups)
 
     def collate(self, requests: Sequence[Request]) -> PackedBatch:
-        """Return the pack as one row of ids, with positions, segments and what its hidden states
-        score."""
+        """Return the pack as a row of ids, with segments and what hidden states score."""
         ids: list[int] = []
         positions: list[np.ndarray] = []
         queries, keys, seen = [], [], []  # of each segment

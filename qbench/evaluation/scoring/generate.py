@@ -109,8 +109,7 @@ def generate(
     windows = [_window(hflm.tokenizer, stop) for stop in stops]
 
     def finished(index: int, tokens: list[int]) -> bool:
-        """Return whether the answer ``tokens`` to prompt ``index`` ends here: by an end token or a
-        stop string."""
+        """Return whether the answer ``tokens`` to prompt ``index`` ends here."""
         if tokens[-1] in ends:
             return True
         latest = hflm.tokenizer.decode(tokens[-windows[index] :])
@@ -287,8 +286,7 @@ def cache_argument(model_class: type) -> str:
 
 
 def _last_logits(model: Any, ids: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
-    """Return logits [N, V] after the last of ``ids`` [N, T]; keys and values are added to
-    ``cache``."""
+    """Return logits [N, V] after the last of ``ids`` [N, T]; ``cache`` is extended."""
     options |= {cache_argument(type(model)): cache, "use_cache": True, "logits_to_keep": 1}
     return model(input_ids=ids, **options).logits[:, -1]
 
@@ -471,8 +469,7 @@ class _Decoding:
                 del self.active[slot]
 
     def _steps(self) -> list[Tensor]:
-        """Decode until the next look at the tokens, or the last limit; return the tokens [slots] of
-        each step."""
+        """Decode until the next look or the last limit; return each step's tokens [slots]."""
         left = max(self.prompts[i].limit - len(self.answers[i]) for i in self.active.values())
         count = min(LOOK_EVERY[self.device.type], left)
         if self.at.end + count > self.at.capacity:
@@ -604,8 +601,7 @@ AttentionInterface.register(ON_DEVICE, _attend_slots)
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> set[int]:
-    """Return the ids that end an answer: the tokenizer's EOS and those of
-    generation_config.json."""
+    """Return the ids that end an answer: EOS and those of generation_config.json."""
     eos = generation_config.eos_token_id
     several = eos if isinstance(eos, list) else [eos]
     return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
@@ -665,8 +661,7 @@ def _settled(text: str, stops: Sequence[str]) -> bool:
 
 
 def generate_by_hflm(hflm: HFLM, requests: Sequence[Any], counts: Counts) -> list[str]:
-    """Return HFLM's answers, after checking that the logits of each step's last token are
-    numbers."""
+    """Return HFLM's answers. Raises EvaluationError if logits of a new token are not numbers."""
     _prompts(hflm, requests, counts)  # counts those that HFLM cuts
     broken: list[Tensor] = []
 

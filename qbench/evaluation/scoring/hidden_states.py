@@ -264,8 +264,7 @@ def fit_settings(model: Any, settings: ScoringSettings) -> tuple[ScoringSettings
 
 
 def packing_problem(model: Any, decoder: torch.nn.Module) -> str | None:
-    """Return why hidden states of texts in a pack differ from those of single texts; None if they
-    agree."""
+    """Return why packing changes the hidden states of texts; None if it does not."""
     if moving := moving_rope(model.config.to_dict()):
         return f"{moving} rotary angles depend on the batch"
     try:

@@ -55,8 +55,7 @@ class Projection:
     chosen: Tensor | None = None
 
     def parts(self, count: int, at_once: int) -> Iterator[tuple[int, int]]:
-        """Yield (first, last + 1) row of each part of ``count`` rows, about ``at_once`` rows
-        each."""
+        """Yield (first, last + 1) row of parts of ``count`` rows, about ``at_once`` each."""
         at_once += -at_once % self.multiple
         for first in range(0, count, at_once):
             yield first, min(first + at_once, count)
