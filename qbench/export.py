@@ -156,6 +156,7 @@ def _metric(score: Score | GroupScore) -> tuple[str, str]:
 
 
 def _filter(metric: str) -> str:
+    """Return lm-eval's filter in a metric's name, else "none"."""
     return metric.partition(" [")[2].removesuffix("]") or "none"
 
 

@@ -381,6 +381,7 @@ def _gptq_config(
 
 
 def _pattern(sign: str, names: Iterable[str]) -> str:
+    """Return GPTQModel's pattern that includes (``+``) or excludes (``-``) the layers ``names``."""
     return f"{sign}:^(?:{'|'.join(map(re.escape, names))})$"
 
 

@@ -282,6 +282,7 @@ class Cell:
 
     @property
     def grid_cell(self) -> GridCell:
+        """Return the cell's entry in a run's manifest."""
         return GridCell(
             checkpoint=self.checkpoint_name,
             quantizer=self.label,

@@ -231,12 +231,14 @@ Text = Annotated[Line, Field(min_length=1)]
 
 
 def _is_folder(path: Path) -> Path:
+    """Return ``path``. Raises ValueError if it is not a folder."""
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         raise ValueError(f"no such folder: {path}")
     return path
 
 
 def _is_text(path: str) -> str:
+    """Return ``path``. Raises ValueError unless it is a file or an address of the hub."""
     if not path.startswith(HUB_FILE) and not os.path.isfile(path):
         raise ValueError(
             f"no such file: {path}; name a JSON Lines file with a text field, here or with "
@@ -422,6 +424,7 @@ class Answers(Strict):
 
     @property
     def settings(self) -> AnswerSettings:
+        """Return the settings of scoring, with the default temperature filled in."""
         default = 0.0 if self.samples == 1 else 0.7
         return AnswerSettings(
             max_new_tokens=self.max_new_tokens,

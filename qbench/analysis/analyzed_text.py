@@ -77,6 +77,7 @@ class AnalysisSettings:
         return max(1, BATCH_TOKENS[self.device] // self.length)
 
     def key_parts(self) -> dict[str, Any]:
+        """Return what determines the analyzed tokens, for keys."""
         field = self.source.field if isinstance(self.source, TextFile) else None
         return {
             "text": self.source.digest,

@@ -50,6 +50,7 @@ class Costs:
 
     @property
     def numbers(self) -> int:
+        """Return the number of weights that bits per weight are an average over."""
         return sum(map(math.prod, self.shapes.values())) + self.others[0]
 
     def bits_per_weight(self, chosen: Mapping[str, str]) -> float:
@@ -70,6 +71,7 @@ class Costs:
         return (gib * GIB - self.outside) / self.numbers
 
     def gib(self, bits_per_weight: float) -> float:
+        """Return the GiB of all weights at ``bits_per_weight``."""
         return (bits_per_weight * self.numbers + self.outside) / GIB
 
 

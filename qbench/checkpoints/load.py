@@ -212,6 +212,7 @@ def require_fit(report: dict[str, Any], left_over: Iterable[str] = ()) -> None:
 
 
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Return the checkpoint's configuration of transformers; no remote code runs."""
     if fla.recognizes(checkpoint.config):
         return AutoConfig.for_model(**fla.llama_settings(checkpoint.config))
     return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)

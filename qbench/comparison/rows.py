@@ -179,6 +179,7 @@ class Row:
         return kind_of(self.aggregation) == "log ratio"
 
     def entry(self, checkpoint: str) -> RowValue:
+        """Return the score of ``checkpoint`` in this row."""
         return next(entry for entry in self.entries if entry.checkpoint == checkpoint)
 
     def effect(self, contrast: str, group: str) -> Effect | Missing | None:
@@ -468,4 +469,5 @@ def trained(records: Iterable[Record]) -> dict[str, Trained]:
 
 
 def _in_short(text: str) -> str:
+    """Return ``text`` cut to 60 characters."""
     return text if len(text) <= 60 else f"{text[:59]}…"

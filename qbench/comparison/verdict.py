@@ -115,6 +115,7 @@ def loss_text(losses: Losses | None, cell: str) -> str:
 
 
 def _name(losses: Losses) -> str:
+    """Return the primary measure's name in sentences."""
     return "KL divergence" if losses.is_kl else losses.measure
 
 

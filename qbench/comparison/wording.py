@@ -117,6 +117,7 @@ def share_text(effect: AnEffect) -> str:
 
 
 def mostly_seeds(effect: Effect) -> bool:
+    """Return whether most of the effect's variance comes from the seeds."""
     return (effect.of_seeds or 0) > 0.5
 
 

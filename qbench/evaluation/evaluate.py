@@ -318,6 +318,7 @@ def seed_generators(seed: int = 0) -> None:
 
 
 def _unknown_metric(spec: TaskSpec, metric: str) -> DataError:
+    """Return the error for a metric or aggregation that lm-eval lacks."""
     return DataError(
         f"{spec.name}: {spec.definition}: metric_list: {metric}: lm-eval does not know this metric "
         f"or its aggregation; it has {', '.join(sorted(METRIC_REGISTRY))}; for a metric of your "

@@ -465,6 +465,7 @@ class TaskSpec:
 
     @property
     def digest(self) -> str:
+        """Return the SHA-256 over definition, data and settings of answers."""
         data = [(file.split, file.digest) for file in self.files]
         parts = {
             "definition": self.definition_digest,

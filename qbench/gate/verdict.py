@@ -208,6 +208,7 @@ def _margin(gate: GateResult) -> str:
 
 
 def _xml(text: str) -> str:
+    """Return ``text`` without characters that XML forbids."""
     return NOT_XML.sub("", text)
 
 

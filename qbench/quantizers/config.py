@@ -121,6 +121,7 @@ def require_groups(what: str, features: Mapping[str, int], size: int, noun: str)
 
 
 def _as_tuple(value: Any) -> Any:
+    """Return a text or list of texts as a tuple; other values as they are."""
     return (value,) if isinstance(value, str) else tuple(value) if type(value) is list else value
 
 

@@ -22,6 +22,7 @@ def _columns_kernel(
     rows, width, work_stride, upper_stride, scale_stride,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Quantize the columns of ROWS rows, one after the other, as ``gptq._block``."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     row_inside = row < rows

@@ -275,6 +275,7 @@ class _Block:
         )  # fmt: skip
 
     def _student_t(self, made: Contrasts, used: NDArray) -> StudentT:
+        """Return Student's t over the columns ``used`` in each contrast."""
         freedom = np.where(used, self.freedom, np.inf).min(axis=1)
         grain = made.stderr
         if self.aggregation in LOG_SCALE:

@@ -77,6 +77,7 @@ def markdown(tables: Iterable[Table]) -> str:
 
 
 def _blocks(printed: Table) -> list[str]:
+    """Return the Markdown parts of a table: heading, table, notes."""
     notes = "\n".join(f"- {for_markdown(note)}" for note in printed.footnotes)
     made = [table(printed.head, printed.shown, align=printed.align), notes]
     return [f"### {for_markdown(printed.title)}", *(block for block in made if block)]

@@ -405,6 +405,7 @@ def _fields(source: str) -> Iterator[str]:
 
 
 def _rows(source: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set on the hub, a parquet or a JSON Lines file, as mappings."""
     from datasets import load_dataset
 
     load = partial(load_dataset, split="train", streaming=True)

@@ -341,6 +341,7 @@ class SlotLayer(DynamicLayer):
         return self.at.end if self.at.reading is None else self.at.end - self.at.first
 
     def shift(self, columns: int) -> None:
+        """Drop the first ``columns`` columns; the others move to the left."""
         for kept in (self.keys, self.values):
             kept[:, :, : -columns or None] = kept[:, :, columns:].clone()
 
@@ -593,6 +594,7 @@ def _attend_slots(
     qbench_attention: str,
     **options: Any,
 ) -> tuple[Tensor, Any]:
+    """Attend with our mask ``qbench_mask``, by the attention named ``qbench_attention``."""
     function = ALL_ATTENTION_FUNCTIONS[qbench_attention]
     return function(module, query, key, value, qbench_mask, **options)
 
