@@ -71,7 +71,7 @@ def analyze(
     length: Tokens of each text, from its beginning; more than the checkpoints' context shows where
         they break. Default: 512, or the shortest context of the checkpoints.
     bos: Begin each text with BOS, which counts.
-    only: Cells that match a glob of these, quantized ones too. Default: the unquantized ones.
+    only: Cells whose names match, quantized ones too. Default: the unquantized ones.
     sensitivity: Also quantize one linear layer at a time with this quantizer of the recipe, and
         measure the divergence.
     blocks: With --sensitivity: one decoder layer at a time.

@@ -48,7 +48,7 @@ def attention(
     quick: bool = False,
     only: list[str] = [],  # noqa: B006
 ) -> None:
-    """The kernels against float64, then cuDNN, FlashAttention 2 and FlexAttention. Needs a GPU.
+    """Check the kernels, and time them beside cuDNN, FlashAttention 2 and FlexAttention (GPU).
 
     Examples:
     ```
@@ -75,7 +75,7 @@ def generation(
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
-    """Generated answers beside lm-eval's HFLM, and reading them again, of random weights.
+    """Time generated answers, and reading them, beside lm-eval's HFLM, with random weights.
 
     Examples:
     ```
@@ -107,7 +107,7 @@ def evaluation(
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
-    """One unquantized checkpoint through lm-eval's HFLM, exact and fast scoring.
+    """Time one unquantized checkpoint by lm-eval's HFLM, exact and fast scoring.
 
     Examples:
     ```
@@ -130,7 +130,7 @@ def command(
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
-    """Whole commands beside lm-eval's own for one model, from the command to its table.
+    """Time complete commands beside lm-eval's for one model, from the command to its table.
 
     Examples:
     ```
@@ -157,7 +157,7 @@ def cells(
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
-    """transformers' generate with the models of finished cells, which this machine ran.
+    """Time transformers' generate with the models of finished cells that this machine ran.
 
     Examples:
     ```

@@ -162,9 +162,8 @@ def run(
     """Quantize, audit and score every cell of a recipe, or of options alone; write records and
     delta tables.
 
-    Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
-    if a cell failed (it is tried again next time), 2 for input that cannot work, a checkpoint
-    that cannot be loaded among it.
+    Finished cells are reused, so a stopped run continues. Exit code 1 if a cell failed (it is
+    tried again next time), 2 for input that cannot work, such as a broken checkpoint.
 
     Examples:
     ```

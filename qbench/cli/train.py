@@ -46,7 +46,7 @@ def tokenize(
         the text in the field or column 'text', or hf://datasets/OWNER/NAME@REV:CONFIG (both
         optional).
     out: The folder to write; it must not exist.
-    tokenizer: Whose tokenizer to use.
+    tokenizer: Folder or hub id of the tokenizer to use.
     vocabulary: Instead of --tokenizer: learn one with this many entries from the text (byte-level
         BPE, digits apart).
     bos: Begin each document with BOS.
@@ -97,7 +97,7 @@ def train(
     device: DeviceOption = "auto",
     stop_after: Annotated[int | None, typer.Option(min=1, metavar="STEPS")] = None,
 ) -> None:
-    """Train the models of a recipe: every seed with every normalizer, alike in all else.
+    """Train the models of a recipe: every seed with every normalizer, all else equal.
 
     A training that was stopped, or killed, goes on from its last state when the same command is
     given again, and ends with the same weights as without the stop.
