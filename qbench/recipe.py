@@ -538,13 +538,13 @@ class Recipe(Strict):
         if not self.tasks and self.answers is None:
             raise problem(("tasks",), "name at least one task, or prompts for answers")
         labels = [column.label for column in self.quantizers]
-        for what, names, remedy in (
+        for part, names, remedy in (
             ("quantizers", labels, "; give one a label"),
             ("tasks", [task.name for task in self.tasks], ""),
         ):
             for number, name in enumerate(names):
                 if name in names[:number]:
-                    raise problem((what, number), f"{name} is listed twice{remedy}")
+                    raise problem((part, number), f"{name} is listed twice{remedy}")
         as_it_is = [_as_it_is(column) for column in self.quantizers]
         if any(as_it_is) and not all(as_it_is):
             raise problem(
@@ -741,9 +741,9 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     if copies_only:
         checkpoints, copies = copies, {}
     _replace_checkpoints(source, checkpoints)
-    for what, key in {"quantizers": "label", "tasks": "name"}.items():
-        if (names := getattr(changed, what)) is not None:
-            source.replace(_named(values.get(what, []), names, key), what)
+    for part, key in {"quantizers": "label", "tasks": "name"}.items():
+        if (names := getattr(changed, part)) is not None:
+            source.replace(_named(values.get(part, []), names, key), part)
     if copies_only:
         values["quantizers"] = ["checkpoint"]
     if copies:
@@ -780,16 +780,16 @@ def _read(path: Path) -> Source:
     be."""
     source = read_yaml(path)
     values, folder = source.values, Path(os.path.realpath(source.path)).parent
-    for what in [what for what, value in values.items() if value is None]:
-        del values[what]
-    for what, kind in SHAPES.items():
-        if not isinstance(values.get(what, kind()), kind):
+    for key in [key for key, value in values.items() if value is None]:
+        del values[key]
+    for key, kind in SHAPES.items():
+        if not isinstance(values.get(key, kind()), kind):
             shape = "mapping" if kind is dict else "list"
             raise RecipeError(
-                f"{source.at((what,))}: {what}: must be a {shape} (it is {shown(values[what])})"
+                f"{source.at((key,))}: {key}: must be a {shape} (it is {shown(values[key])})"
             )
-    for what in {"data", "definitions", "calibration", "plugins"} & values.keys():
-        values[what] = _located(folder, values[what])
+    for key in {"data", "definitions", "calibration", "plugins"} & values.keys():
+        values[key] = _located(folder, values[key])
     answers = values.get("answers")
     if isinstance(answers, str):
         values["answers"] = answers = {"prompts": answers}

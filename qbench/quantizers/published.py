@@ -249,21 +249,21 @@ def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield from entries(inner)
 
 
-def rounded_part(config: Mapping[str, Any], what: str) -> Part | None:
-    """Return the part of a model whose key or type has ``what`` in its name ("activation",
+def rounded_part(config: Mapping[str, Any], kind: str) -> Part | None:
+    """Return the part of a model whose key or type has ``kind`` in its name ("activation",
     "kv_cache") if the configuration says that it is rounded; else None."""
-    if what == "activation" and config.get("load_in_8bit"):
+    if kind == "activation" and config.get("load_in_8bit"):
         return Part(bits=8, scheme="int8, outlier columns apart")  # LLM.int8
     for key, value in entries(config):
-        if what == "activation" and key == "act_bits" and value and value < UNQUANTIZED_BITS:
+        if kind == "activation" and key == "act_bits" and value and value < UNQUANTIZED_BITS:
             when = "dynamic" if config.get("act_dynamic") else "static"
             return Part(bits=value, scheme=f"{config.get('act_data_type')}, {when}", simulated=True)
-        if what in key.lower() and isinstance(value, Mapping) and value.get("num_bits"):
+        if kind in key.lower() and isinstance(value, Mapping) and value.get("num_bits"):
             when = "dynamic" if value.get("dynamic") else "static"
             words = f"{value.get('type', 'int')}{value['num_bits']}, {when}"
             return Part(bits=value["num_bits"], scheme=words, simulated=True)
-        named = what in key.lower() and isinstance(value, str) and value.lower() != "none"
-        typed = key in ("_type", "quant_type") and what in str(value).lower()
+        named = kind in key.lower() and isinstance(value, str) and value.lower() != "none"
+        typed = key in ("_type", "quant_type") and kind in str(value).lower()
         if named or (typed and "dynamic" in str(value).lower()):
             return Part(bits=8, scheme=str(value)[:40], simulated=False)
     return None

@@ -317,9 +317,9 @@ def too_few_for_kl(documents: int) -> str:
     return f"{documents} documents: fewer than {FEWEST_KL} say too little of a KL mean"
 
 
-def at_level(effects: Sequence[Effect], what: str, level: float | Floats) -> Floats:
-    """Return ``effect.method.<what>`` (``upper_at`` or ``size_at``) of each effect at a level of
-    significance, or one level each; effects of one method are computed together."""
+def at_level(effects: Sequence[Effect], function: str, level: float | Floats) -> Floats:
+    """Return ``effect.method.<function>`` (``upper_at`` or ``size_at``) of each effect at a level
+    of significance, or one level each; effects of one method are computed together."""
     levels, numbers = np.broadcast_to(level, len(effects)), np.zeros(len(effects))
     together: dict[int, list[int]] = defaultdict(list)
     for index, each in enumerate(effects):
@@ -327,7 +327,7 @@ def at_level(effects: Sequence[Effect], what: str, level: float | Floats) -> Flo
     for members in together.values():
         places = np.array([effects[index].place for index in members])
         method = effects[members[0]].method[places]
-        numbers[members] = getattr(method, what)(levels[members])
+        numbers[members] = getattr(method, function)(levels[members])
     return numbers
 
 

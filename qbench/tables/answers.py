@@ -131,9 +131,9 @@ def _hurt_most(damage: AnswerDamage | None) -> str:
 
 
 def _means_table(
-    checkpoint: str, what: str, means: Mapping[str, Mapping[str, TokenMeans]]
+    checkpoint: str, grouping: str, means: Mapping[str, Mapping[str, TokenMeans]]
 ) -> list[Table]:
-    """Return the table of KL and agreement per class or position (``what``) and precision."""
+    """Return the table of KL and agreement per class or position (``grouping``) and precision."""
     names = list(dict.fromkeys(name for each in means.values() for name in each))
     first = next(iter(means.values()))
     rows = [
@@ -151,7 +151,7 @@ def _means_table(
     counts = "; ".join(f"{name}: {first[name].tokens:,}" for name in names if name in first)
     return from_rows(
         rows,
-        title=f"Answers of {checkpoint}, by {what}",
+        title=f"Answers of {checkpoint}, by {grouping}",
         notes=(
             "KL per token in nats, a mean over tokens, and the share of tokens at which both "
             "models' likeliest token is the same.",

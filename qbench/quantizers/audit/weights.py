@@ -582,11 +582,11 @@ def relative(tensor: Tensor, expected: Tensor) -> float:
     return relative_error(*numbers(_squares("", tensor, expected)).values())
 
 
-def _squares(what: str, tensor: Tensor, expected: Tensor) -> dict[str, Tensor]:
+def _squares(prefix: str, tensor: Tensor, expected: Tensor) -> dict[str, Tensor]:
     """Return the sums of squares of ``tensor`` − ``expected`` and of ``expected``, in float32."""
     expected = expected.float()
     error = (tensor.float() - expected).square().sum()
-    return {f"{what}_error": error, f"{what}_norm": expected.square().sum()}
+    return {f"{prefix}_error": error, f"{prefix}_norm": expected.square().sum()}
 
 
 def relative_error(error_squared: float, norm_squared: float) -> float:
