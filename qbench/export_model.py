@@ -243,10 +243,10 @@ def compared(measured: MeasuredCell, reloaded: nn.Module) -> str:
     off = difference(theirs, ours)
     if not off <= rounding_tolerance(reloaded):
         raise UnavailableError(
-            f"{measured.record.cell}: the written folder, loaded again, gives logits {off:.2g} off "
-            "the cell's: the format does not hold what was measured"
+            f"{measured.record.cell}: the written folder, loaded again, gives logits that differ "
+            f"from the cell's by {off:.2g}: this format cannot hold the cell; choose another"
         )
-    return f"are {off:.2g} of their size off the cell's, since its library rounds otherwise"
+    return f"differ by {off:.2g} of their size from the cell's: its library rounds otherwise"
 
 
 # compressed-tensors

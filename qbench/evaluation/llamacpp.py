@@ -210,7 +210,9 @@ class LlamaCpp:
             if code := self._library.llama_decode(self._context, batch):
                 self._kept = []
                 tokens_read = start + len(part)
-                raise EvaluationError(f"llama.cpp failed on {tokens_read} tokens (code {code})")
+                raise EvaluationError(
+                    f"llama.cpp failed on {tokens_read} tokens (code {code}); is memory short?"
+                )
             self._kept += part
             if (rows := len(part) - max(0, first - start)) > 0:
                 shape = (rows, self.vocabulary)
@@ -385,6 +387,7 @@ class ExternalScorer(LM):
         self._probed = False
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
+        """Return the runtime's log-likelihoods, after checking once that they are probabilities."""
         if not self._probed:
             self._require_probabilities()
             self._probed = True

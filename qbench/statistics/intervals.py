@@ -206,6 +206,7 @@ class BootstrapT(Method):
         return self.interval(CONFIDENCE)
 
     def upper_at(self, level: float | Floats) -> Floats:
+        """Return the upper end of the two-sided interval at ``1 − level``, which covers better."""
         return self.interval(1 - level)[1]
 
     def p(self) -> Floats:
@@ -481,6 +482,7 @@ class _Range:
         mean = (self.values * self.counts).sum(axis=0) / documents
 
         def excess(path: Floats) -> Floats:
+            """Return mean − observed mean in units of its error, less ``z``; 0 at the bound."""
             first, variance = self.moments(path)
             return (first - mean) * np.sqrt(documents) - z * np.sqrt(variance)
 

@@ -93,6 +93,8 @@ class KVCache(KVCacheSettings):
         return Part(bits=self.num_bits, scheme=", ".join(words), simulated=True)
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
+        """Refuse latent-vector caches, groups that do not divide the head width, too many sink
+        tokens."""
         if config.get("kv_lora_rank"):
             raise RecipeError(
                 f"kv_cache: {self.name}: this model's cache holds latent vectors instead of keys "
