@@ -264,7 +264,7 @@ class Cell:
     calibration: CalibrationText | None = None  # None: no part of it is calibrated
     copy: Checkpoint | None = None  # the quantized files of a checkpoint that is published so
     unsupported_reason: str | None = None  # why it can never run
-    notes: tuple[str, ...] = ()  # what was chosen for this model that a user would not expect
+    notes: tuple[str, ...] = ()  # settings that were chosen for this model and may surprise
 
     @property
     def name(self) -> str:
@@ -454,7 +454,7 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
         except CheckpointError as error:
             problems.append(error)
             if not os.path.isdir(source.path):
-                break  # the hub: what ails one ails the next, after minutes
+                break  # the hub: the next one would fail for the same reason, after minutes
     if problems:
         raise CheckpointError(*dict.fromkeys(map(str, problems)))
     return checkpoints

@@ -217,7 +217,7 @@ class Audit(RecordModel):
     causality: BatchDependence | None = None  # the last token was changed, earlier logits watched
     batch_mates: BatchDependence | None = None  # the rest of a batch was changed
     digest: str = ""  # SHA-256 over the names and digests of all modules; "" if unquantized
-    # How far treating outliers alone moved the unquantized model's logits, of their norm: rounding
+    # Relative change of the unquantized model's logits by the transform, which should be rounding
     treatment_error: float | None = None
     kv_cache: KVAudit | None = None  # None if it is not quantized
     size: StoredSize | None = None  # None in records of earlier versions
@@ -745,7 +745,7 @@ class Layer(RecordModel):
 class MassiveActivation(RecordModel):
     """One value of the hidden states that is far larger than the others (Sun et al. 2024)."""
 
-    layer: int  # whose output has it, from 0
+    layer: int  # index, from 0, of the layer whose output has it
     sample: int
     position: int
     token: int  # id
@@ -782,7 +782,7 @@ class PositionBin(RecordModel):
 class AttentionMap(RecordModel):
     """The attention weights of one head on one short text: ``rows[q][k]`` for keys k ≤ q."""
 
-    text: str  # what kind: prose, code, few-shot
+    text: str  # prose, code or few-shot
     layer: int
     head: int
     tokens: tuple[str, ...]

@@ -191,7 +191,7 @@ def require_sizes(config: dict[str, Any], tensors: int) -> None:
     for name, value in ((name, part.get(name)) for part in parts for name in SIZES):
         most = tensors if name in ("num_hidden_layers", "n_layer") else math.inf
         plain = type(value) is int and 0 < value <= most
-        if not (plain or value is None or isinstance(value, list)):  # a list: one size a layer
+        if not (plain or value is None or isinstance(value, list)):  # a list: one size per layer
             raise CheckpointError(
                 f"config.json: {name} {value!r}: must be a whole number above 0, and layers no "
                 f"more than the {tensors} weight tensors"

@@ -162,7 +162,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     same. Raises CheckpointError if they do not fit it."""
     ours = fla.recognizes(checkpoint.config)
     try:
-        # what a layer draws before its weights are read is never seen
+        # initial weights are overwritten, so their random state does not matter
         with patch.object(nn.Linear, "reset_parameters", lambda layer: None):
             model, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
@@ -177,7 +177,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             )
     except CheckpointError:
         raise
-    except Exception as error:  # whatever an odd configuration makes of transformers
+    except Exception as error:  # an odd configuration may raise anything in transformers
         why = first_line(error)
         if "above report" in str(error):  # which is not shown
             why = "the tensors do not fit the configuration: transformers cannot join those of a "
@@ -224,7 +224,7 @@ def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
         return GenerationConfig.from_model_config(_config(checkpoint))
     try:
         return GenerationConfig.from_pretrained(checkpoint.folder)
-    except Exception as error:  # whatever odd values make of transformers
+    except Exception as error:  # odd values may raise anything in transformers
         raise CheckpointError(
             f"generation_config.json: transformers cannot read it: {first_line(error)}"
         ) from error
@@ -288,7 +288,7 @@ def load_prequantized(
         require_unchanged(checkpoint)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # libraries warn of what a plan has said already
+                warnings.simplefilter("ignore")  # libraries repeat the plan's warnings
                 model = _read_quantized(checkpoint, dtype, device, dequantize, by_gptqmodel)
                 setattr(model, ROUNDS_ACTIVATIONS, rounds_activations)
                 model = model.eval().requires_grad_(False)
@@ -299,7 +299,7 @@ def load_prequantized(
                 logits = probe_logits(model)  # compressed-tensors decompresses in the first forward
         except QbenchError:
             raise
-        except Exception as error:  # whatever a library makes of files, devices and versions
+        except Exception as error:  # libraries may raise anything
             why = first_line(error)
             if "above report" in why:  # which is not shown
                 why = "its tensors do not fit its quantization_config; take another copy"
@@ -352,7 +352,7 @@ def _read_quantized(
             "transformers 5 keeps this model's experts as one tensor and loads none from "
             f"{method} files; compressed-tensors, fp8 and mxfp4 copies load"
         )
-    require_fit(report)  # before kernels read what is not there
+    require_fit(report)  # before kernels read missing tensors
     return model
 
 
@@ -463,7 +463,7 @@ def require_stored_head(model: PreTrainedModel, folder: Path, headers: dict[str,
     if name not in headers:
         return
     stored = read_tensor(folder, headers[name]).to(embeddings.weight.dtype)
-    if not torch.equal(stored, embeddings.weight):  # of another shape they are not
+    if not torch.equal(stored, embeddings.weight):  # False also for another shape
         raise CheckpointError(
             f"config.json says tie_word_embeddings: true, but {name} differs from the embeddings; "
             "write tie_word_embeddings: false to use it, or remove it"

@@ -155,7 +155,7 @@ def encode(
         inner.no_padding()
         inner.encode_special_tokens = tokenizer.split_special_tokens
         kept = os.environ.get(THREADS, "false")
-        os.environ[THREADS] = "true"  # it is off for the sake of forks, and none happens here
+        os.environ[THREADS] = "true"  # it is off because of forks, and none happens here
         try:
             encodings = inner.encode_batch_fast(unique, add_special_tokens=special_tokens)
         finally:

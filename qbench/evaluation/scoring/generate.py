@@ -228,7 +228,7 @@ def decode(
     answers: list[list[int]] = [[] for _ in prompts]
     waiting = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
     batch = min(len(prompts), at_once(model, max(len(p.ids) + p.limit for p in prompts)))
-    # Batches alike large, for the last one costs as much time a step as any other.
+    # Batches of equal size: a step takes as long for the last one as for any other.
     batch = -(-len(prompts) // -(-len(prompts) // batch))
     while waiting:
         run = _Decoding(model, prompts, answers, waiting, batch, longest, ends, finished)
