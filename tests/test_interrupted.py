@@ -165,18 +165,6 @@ def test_ctrl_c_ends_a_run_with_130_in_one_line_and_leaves_no_process(tmp_path):
     assert nobody_left(pid)
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_leaves_no_process(tmp_path):
-    """No worker, no fork server, and not the process that frees their locks."""
-    path = small_recipe(tmp_path, evaluation={"limit": 200})
-    pid, terminal = started(path, tmp_path / "out", "--workers", "2")
-    assert "fp32: " in shown_until(terminal, "fp32: ")
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert nobody_left(pid)
-    os.close(terminal)
-
-
 AT_ITS_END = """
 import sys, threading
 sys.argv = ["qbench", "--version"]

@@ -293,18 +293,6 @@ def test_a_folder_of_definitions_that_holds_a_disk_is_refused_at_once(tmp_path, 
         planned(tmp_path, definitions=str(tmp_path / "many"))
 
 
-def test_many_tasks_without_data_are_a_few_lines(tmp_path):
-    tasks = [f"demo_{name}" for name in ("choice", "lastword", "pages")]
-    names = [*tasks, "arc_easy", "arc_challenge", "piqa", "sciq"]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError) as error:
-        planned(tmp_path, tasks=names, data=str(tmp_path / "empty"))
-    assert len(error.value.lines) == 4
-    assert error.value.lines[-1] == (
-        "4 more tasks have such problems: arc_easy, arc_challenge, piqa, sciq"
-    )
-
-
 def test_a_run_of_some_cells_shows_these_and_those_that_are_there(tmp_path):
     pair = {name: str(DEMO / name) for name in ("softmax", "softpick")}
     plan_ = planned(tmp_path, checkpoints=pair, quantizers=["fp32", "rtn-4bit"])

@@ -72,14 +72,7 @@ def test_what_is_not_computed_block_by_block_is_refused_before_anything_runs(tmp
 
 
 def tiny():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+    return tiny_model("llama", num_hidden_layers=4)
 
 
 def test_many_forwards_read_each_block_once():
@@ -120,8 +113,10 @@ def test_changes_to_a_block_are_forgotten_when_its_turn_is_over():
     before = layer.weight.data.clone()
     load_block(model, "model.layers.1.mlp.up_proj")
     layer.weight.data.zero_()
-    load_block(model, "model.layers.2.mlp.up_proj.weight")
+    load_block(model, "model.layers.3.mlp.up_proj.weight")  # not the block that is read ahead
     assert torch.equal(layer.weight.data, before)
+    last = [each.model.layers[3].mlp.up_proj.weight for each in (model, tiny())]
+    assert torch.equal(*last)
 
 
 def test_a_model_without_blocks_is_refused():

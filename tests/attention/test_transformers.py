@@ -7,7 +7,6 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen2Config,
     Qwen2ForCausalLM,
     StaticCache,
 )
@@ -25,19 +24,19 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 FEW = ("softpick", "sigmoid", "scalable-softmax")
 
 
+def tiny(kind=LlamaForCausalLM, **changes):
+    """Weights that give scores of some size, of both signs."""
+    torch.manual_seed(0)
+    config = kind.config_class(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=48, vocab_size=97, initializer_range=0.3, **changes,
+    )  # fmt: skip
+    return kind(config).eval()
+
+
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=96,
-        vocab_size=97,
-        initializer_range=0.2,  # scores of some size, of both signs
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny()
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +82,9 @@ def test_padding_changes_nothing(model, ids, normalizer, side):
 def test_decoding_with_a_cache_equals_one_full_pass(ids, normalizer, padded, static):
     """With slopes, which go by distance. A static cache's offset moves on while layers are at work,
     and it has room behind the last key."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, vocab_size=97, initializer_range=0.3,
-    )  # fmt: skip
     # In float64: scalable softpick's rows near zero make much of float32's rounding.
-    model = attach(LlamaForCausalLM(config).eval(), normalizer, slopes=True).double()
+    model = attach(tiny(), normalizer, slopes=True).double()
+    config = model.config
     set_attention(model, normalizer=normalizer)
     padding = torch.ones(3, 17, dtype=torch.long)
     if padded:
@@ -114,13 +109,10 @@ def test_decoding_with_a_cache_equals_one_full_pass(ids, normalizer, padded, sta
 @pytest.mark.parametrize("layers", ["full_attention", "sliding_attention"])
 def test_answers_with_a_static_cache_are_those_with_a_dynamic_one(ids, layers, padded):
     """transformers makes its masks ahead, one a kind of layer."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, vocab_size=97, initializer_range=0.3, eos_token_id=None,
-        layer_types=["full_attention", layers], sliding_window=6, use_sliding_window=True,
+    model = tiny(
+        Qwen2ForCausalLM, layer_types=["full_attention", layers], sliding_window=6,
+        use_sliding_window=True, eos_token_id=None,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config).eval()
     set_attention(model, normalizer="softpick")
     padding = torch.ones_like(ids)
     if padded:

@@ -142,12 +142,6 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "v
          "intermediate_size": 48, "max_position_embeddings": 64}  # fmt: skip
 
 
-def test_an_encoder_decoder_is_refused_from_its_config(tmp_path):
-    config = {**SIZES, "model_type": "t5", "is_encoder_decoder": True}
-    with pytest.raises(CheckpointError, match="is_encoder_decoder: true"):
-        find(str(write(tmp_path / "c", config)))
-
-
 def test_a_classifier_lacks_its_output_over_the_vocabulary(tmp_path):
     LlamaForSequenceClassification(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):

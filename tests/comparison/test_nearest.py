@@ -284,18 +284,3 @@ def test_the_summary_fits_100_columns_and_has_a_line_per_precision(one, three):
         lines = summary(comparison).splitlines()
         assert max(map(len, lines)) <= WIDTH
         assert sum(line.startswith("| ") for line in lines) == rows + 1  # and the head
-
-
-def test_five_precisions_are_named_and_the_rest_counted(one):
-    names = [f"p{index}-4bit" for index in range(8)]
-    base, cell = one.grid.cells[:2]
-    cells = (base, *(cell.model_copy(update={"quantizer": name}) for name in names))
-    record = one.records["mine/hqq-4bit"]
-    records = {f"mine/{name}": record.model_copy(update={"quantizer": name}) for name in names}
-    many = replace(
-        one, grid=one.grid.model_copy(update={"cells": cells}),
-        records=records | {"mine/bf16": one.records["mine/bf16"]},
-    )  # fmt: skip
-    said = verdict(with_kl(many, {f"mine/{name}": 2**i / 100 for i, name in enumerate(names)}))[0]
-    assert "then p4-4bit (KL 0." in said
-    assert "]); 3 more in the table." in said

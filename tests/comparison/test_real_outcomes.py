@@ -3,7 +3,6 @@
 import runpy
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from qbench.comparison.compare import compare
@@ -13,28 +12,11 @@ from qbench.statistics import KL_MEAN, Panel, effect, score_interval
 from qbench.store import Store
 
 RESULTS = Path(__file__).parents[2] / "results"
-LAMBADA = ("lambada_openai", "perplexity")
-SIMULATIONS = 400
-LEAST = 0.935 - 2 * (0.935 * 0.065 / SIMULATIONS) ** 0.5
 
 
 def records(folder):
     store = Store(RESULTS / folder)
     return store, {record.cell: record for record in store.records()}
-
-
-def coverage(panel, signs, aggregation, documents, simulations=SIMULATIONS):
-    """Return how often the interval of documents drawn from ``panel`` holds the panel's own
-    effect."""
-    rng = np.random.default_rng(documents)
-    truth = effect(panel, signs, aggregation).estimate
-    covered = 0
-    for _ in range(simulations):
-        drawn = rng.integers(0, panel.documents, documents)
-        sample = Panel(values=panel.values[drawn], weights=panel.weights[drawn], index=panel.index)
-        interval = effect(sample, signs, aggregation).interval
-        covered += interval.low <= truth <= interval.high
-    return covered / simulations
 
 
 def test_kl_along_answers_has_the_interval_of_every_kl():
@@ -44,33 +26,6 @@ def test_kl_along_answers_has_the_interval_of_every_kl():
     column = read_columns(store, result[cell], [kl])[kl]
     interval = rows["kl", "rtn-8bit"].intervals["smollm2"]
     assert interval == score_interval(effect(Panel.of({cell: column}), {cell: 1}, KL_MEAN))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("documents", [20, 60])
-@pytest.mark.parametrize("quantizers", [("hqq-4bit",), ("rtn-8bit",), ("hqq-4bit", "gptq-4bit")])
-def test_of_kl_along_answers(quantizers, documents):
-    store, result = records("answers")
-    kl = (ANSWERS, "kl")
-    columns = {
-        name: read_columns(store, result[f"smollm2/{name}"], [kl])[kl] for name in quantizers
-    }
-    signs = dict(zip(quantizers, (1, -1), strict=False))
-    assert coverage(Panel.of(columns), signs, KL_MEAN, documents) >= LEAST
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("documents", [20, 100, 1_000])
-@pytest.mark.parametrize("quantizer", ["gptq-3bit", "hqq-2bit"])
-def test_of_lambadas_perplexity(quantizer, documents):
-    """Student's t covered 92.7 of 100 with 20 documents."""
-    store, result = records("pair-27m")
-    columns = {
-        name: read_columns(store, result[f"softmax/{name}"], [LAMBADA])[LAMBADA]
-        for name in (quantizer, "bf16")
-    }
-    signs = {quantizer: 1, "bf16": -1}
-    assert coverage(Panel.of(columns), signs, "perplexity", documents) >= LEAST
 
 
 simulations = runpy.run_path(str(RESULTS.parent / "docs" / "simulate.py"))

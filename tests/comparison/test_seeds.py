@@ -53,36 +53,6 @@ def test_the_interval_covers_whichever_part_is_the_larger(seeds, by_seed, by_doc
     assert all(covers(one) == (one.p >= 0.05) for one in result if abs(one.p - 0.05) > 1e-6)
 
 
-def answers(rng, seeds, documents, gained, lost, *, shared):
-    """Right-or-wrong answers of which a share changes, with this chance the same in all seeds."""
-    document = rng.random(documents)
-    values = {}
-    for seed in range(seeds):
-        drawn = np.where(rng.random(documents) < shared, document, rng.random(documents))
-        change = np.where(drawn < gained, 1, np.where(drawn > 1 - lost, -1, 0))
-        old = np.where(change == 0, rng.random(documents) < 0.5, change < 0)
-        values["old", seed], values["new", seed] = old.astype(float), old + change.astype(float)
-    return panel(values)
-
-
-@pytest.mark.parametrize("seeds", [3, pytest.param(2, marks=SLOW)])
-@pytest.mark.parametrize("shared", [0.0, 0.9])
-@pytest.mark.parametrize(
-    ("documents", "gained", "lost"), [(100, 0.005, 0.0), (100, 0.01, 0.005), (500, 0.005, 0.001)]
-)
-def test_the_interval_covers_where_few_answers_change(seeds, shared, documents, gained, lost):
-    rng = np.random.default_rng([seeds, documents])
-    result = [
-        over_seeds(
-            answers(rng, seeds, documents, gained, lost, shared=shared), pairs(seeds), "mean"
-        )
-        for _ in range(100)
-    ]
-    truth = gained - lost
-    assert np.mean([o.interval.low <= truth <= o.interval.high for o in result]) >= 0.93
-    assert all(covers(one) == (one.p >= 0.05) for one in result if abs(one.p - 0.05) > 1e-6)
-
-
 def test_answers_that_never_changed_leave_the_interval_of_one_training():
     """Not no interval at all: 300 answers that stayed do not say that none ever changes."""
     same = {(side, s): np.arange(100) % 2.0 for side in ("old", "new") for s in range(3)}

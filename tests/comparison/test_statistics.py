@@ -35,13 +35,6 @@ def test_a_perplexitys_score_interval_is_that_of_its_logarithm():
     assert (result.low, result.high) == pytest.approx(tuple(np.exp(reference)), rel=1e-9)
 
 
-def test_an_end_beyond_the_largest_number_is_infinite():
-    both = panel(np.linspace(-800, -610, 20), np.zeros(20))
-    result = score_interval(effect(both, {"new": 1}, "perplexity"))
-    assert np.isfinite(result.estimate)
-    assert result.high == np.inf
-
-
 def test_the_interval_of_a_log_ratio_is_that_of_llama_cpps_covariance_formula():
     rng = np.random.default_rng(4)
     old = -rng.lognormal(size=1_500)

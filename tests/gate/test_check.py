@@ -211,28 +211,6 @@ def test_a_score_that_no_test_knows_is_held_to_the_margin_by_its_value(tmp_path,
     assert result.outcome == outcome
 
 
-def test_a_cell_may_have_no_other_score_than_one_without_outcomes(tmp_path):
-    path = tmp_path / "baseline.tar.xz"
-    store = with_bleu(tmp_path, 30.0)
-    bleu = record_of(store, CELL).scores[-2]
-    for cell in store.manifest().cells:
-        record = store.get(cell)
-        store.put(record.model_copy(update={"scores": (bleu,)}), store.outcomes(record).head(0))
-    baseline.make(store, path)
-    assert check.check(store, path, margins={"bleu": 1.0}).outcome == "pass"
-
-
-def test_a_score_without_outcomes_of_fewer_documents_never_passes(tmp_path):
-    path = tmp_path / "baseline.tar.xz"
-    baseline.make(with_bleu(tmp_path / "old", 30.0), path)
-    result = check.check(with_bleu(tmp_path, 30.0, 50), path, margins={"bleu": 1.0, "mid": 1.0})
-    (gate,) = (one for one in result.gates if one.metric == "bleu")
-    assert (gate.outcome, gate.reason.split(";")[0]) == (
-        "fail",
-        "650 of the baseline's 700 documents are missing",
-    )
-
-
 def test_documents_that_are_missing_fail_and_are_counted(tmp_path, good, standard):
     store = make_store(tmp_path / "new", sizes=SIZES, quantizers=QUANTIZERS)
     for cell in store.manifest().cells:

@@ -116,34 +116,3 @@ def test_a_tensor_that_counts_no_versions_is_always_quantized():
             x.mul_(-1.5)
     with torch.no_grad():
         assert torch.equal(layer(x), theirs(x.clone()))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_gradients_are_the_librarys(bias, quantized):
-    layer = layer_of(bias=bias)
-    theirs = Librarys(layer)
-    x, same = inputs(2, 5).requires_grad_(), inputs(2, 5).requires_grad_()
-    with torch.no_grad():
-        layer(x)
-    layer(x).square().sum().backward()
-    theirs(same).square().sum().backward()
-    assert torch.equal(x.grad, same.grad)
-
-
-@torch.no_grad()
-def test_a_forward_leaves_what_the_librarys_leaves():
-    layer, x = layer_of(bias=True, dtype=torch.bfloat16), inputs(2, 5, dtype=torch.float16)
-    theirs = Librarys(layer)
-    before = bnb.unpack(layer, None).tensors
-    layer(x), theirs(x)
-    for name, tensor in before.items():
-        assert bnb.unpack(layer, None).tensors[name] is tensor
-    ours, expected = layer.state_dict(), theirs.layer.state_dict()
-    assert list(ours) == list(expected)
-    assert all(torch.equal(ours[name], expected[name]) for name in ours)
-    assert layer.bias.dtype == theirs.layer.bias.dtype == torch.float16
-    assert layer.weight.data_ptr() == layer.state.CB.data_ptr()
-    layer._apply(torch.clone)  # as a move of the whole model does: the weight, not the state
-    assert torch.equal(layer(x), theirs(x))
-    assert layer.weight.data_ptr() == layer.state.CB.data_ptr()  # one copy again
-    assert torch.equal(copy.deepcopy(layer).to("cpu")(x), theirs(x))
