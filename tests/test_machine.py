@@ -98,20 +98,6 @@ def test_worker_processes_are_spread_over_gpus(nvml, gpus, workers, device, cell
     assert machine.gpu_slots(gpus, workers, device, at_most=cells) == slots
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("bad"), "ValueError: bad (the traceback is in its log)"),
-        (SystemExit(3), "SystemExit: 3 (the traceback is in its log)"),
-    ],
-)
-def test_whatever_ends_a_cells_work_is_one_line(tmp_path, error, line):
-    def work():
-        raise error
-
-    assert machine.attempt(work, tmp_path / "log", "cpu") == line
-
-
 def test_a_gpu_that_refuses_all_further_work_is_told_of_and_ends_no_run(tmp_path, monkeypatch):
     def refuse(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

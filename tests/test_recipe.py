@@ -9,7 +9,6 @@ import pytest
 import yaml
 from small_recipe import DEMO, small_recipe
 
-from qbench.cli import app as cli
 from qbench.errors import RecipeError
 from qbench.recipe import Overrides, Recipe
 
@@ -150,22 +149,6 @@ def test_a_text_is_one_name(tmp_path):
     recipe = Recipe.load(write(tmp_path), Overrides(quantizers="fp32", tasks="sciq"))
     assert [column.label for column in recipe.quantizers] == ["fp32"]
     assert [task.name for task in recipe.tasks] == ["sciq"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "add_bos"), [([], None), (["--add-bos"], True), (["--no-add-bos"], False)]
-)
-def test_bos_is_the_tokenizers_unless_the_command_line_says(tmp_path, flags, add_bos):
-    context = cli.load("plan").make_context("plan", ["x.yaml", *flags])
-    recipe = Recipe.load(write(tmp_path), Overrides(add_bos=context.params["add_bos"]))
-    assert recipe.evaluation.add_bos is add_bos
-
-
-def test_calibration_text_of_the_hub_may_take_the_place_of_a_recipes(tmp_path):
-    address = "hf://datasets/owner/name/text.jsonl"
-    context = cli.load("plan").make_context("plan", ["x.yaml", "--calibration", address])
-    recipe = Recipe.load(write(tmp_path), Overrides(calibration=context.params["calibration"]))
-    assert recipe.calibration.path == address
 
 
 def test_a_checkpoint_without_a_default_asks_for_the_option(tmp_path):

@@ -125,19 +125,6 @@ def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monk
     assert record.error.startswith(words)
 
 
-@pytest.mark.slow
-def test_worker_processes_give_the_scores_of_one_process(tmp_path):
-    path = small_recipe(tmp_path)
-    alone, beside = tmp_path / "alone", tmp_path / "beside"
-    qbench("run", path, "--out", alone, "--device", "cpu", "--only", "softpick/*")
-    qbench("run", path, "--out", beside, "--device", "cpu", "--only", "softpick/*",
-           "--workers", "2", "--force")  # fmt: skip
-    assert Store(beside).records()[0].started > Store(alone).records()[-1].started
-    scores = [[record.scores for record in Store(out).records()] for out in (alone, beside)]
-    assert scores[0] == scores[1]
-    assert len(scores[0]) == 2
-
-
 def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     """Ended as failed before, its scores with it."""
 

@@ -1,6 +1,5 @@
 """Wrong use of the command line: one line that says where, what, and what to do."""
 
-import errno
 import inspect
 import re
 import shlex
@@ -62,17 +61,6 @@ def test_what_the_machine_or_a_file_refuses_is_one_line(command, monkeypatch, ca
     assert command() == (1 if isinstance(error, SystemExit) else 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
-
-
-def test_output_that_nobody_reads_ends_without_a_word(command, monkeypatch, capsys):
-    """As `qbench list tasks | head -1`."""
-
-    def closed(*_, **__):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    monkeypatch.setattr("typer.echo", closed)
-    assert command("list", "tasks") == 1
-    assert capsys.readouterr().err == ""
 
 
 def every_command():

@@ -8,7 +8,6 @@ import torch
 from checkpoints.folders import CONFIG, write
 
 from qbench.checkpoints import find
-from qbench.checkpoints.fla import llama_settings
 from qbench.checkpoints.tokenizer import load_tokenizer, tokenizer_difference
 from qbench.errors import CheckpointError
 
@@ -72,12 +71,6 @@ def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pickle.*save_file\(torch\.load\('pytorch_model"):
         find(str(tmp_path))
-
-
-def test_published_sizes_follow_from_the_configuration_as_upstream():
-    for hidden, inner in ((1024, 2816), (2048, 5632), (384, 1024)):
-        config = {**CONFIG, "hidden_size": hidden, "intermediate_size": None}
-        assert llama_settings(config)["intermediate_size"] == inner
 
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo" / "softpick"

@@ -3,7 +3,6 @@
 import json
 import pickle
 import re
-import shutil
 import struct
 import sys
 from pathlib import Path
@@ -140,12 +139,6 @@ def test_a_git_lfs_pointer_is_said_to_be_one(tmp_path, name):
         find(str(folder))
 
 
-def test_a_table_of_whole_numbers_is_no_weight(tmp_path):
-    """As DeepSeek V4's of experts."""
-    tensors = random_tensors() | {"model.layers.0.mlp.gate.tid2eid": torch.zeros(4, 2).long()}
-    assert find(str(write(tmp_path / "c", CONFIG, tensors)))
-
-
 READ = [
     "generation_config.json", "tokenizer.json", "chat_template.jinja",
     "additional_chat_templates/tools.jinja", "vocab.txt", "spiece.model",
@@ -219,13 +212,3 @@ def test_generation_settings_that_transformers_refuses_are_one_line(tmp_path):
     with pytest.raises(CheckpointError, match=r"generation_config\.json: .*early_stop") as error:
         load_model(find(str(folder)), dtype=torch.float32, device="cpu")
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_a_cache_of_links_is_read_like_a_folder(tmp_path):
-    folder = write(tmp_path / "c")
-    blobs = tmp_path / "blobs"
-    shutil.move(folder, blobs)
-    folder.mkdir()
-    for path in blobs.iterdir():
-        (folder / path.name).symlink_to(path)
-    assert find(str(folder)).digest == find(str(blobs)).digest

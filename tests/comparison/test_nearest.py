@@ -10,7 +10,6 @@ from qbench.comparison.compare import compare
 from qbench.comparison.losses import kl_from
 from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import about, ties, verdict
-from qbench.quantizers.registry import config_of
 from qbench.records import (
     Damage,
     Distributions,
@@ -267,16 +266,6 @@ def test_what_was_measured_stands_on_top(one):
     first, second, _ = about(replace(one, grid=grid))
     assert first == f"{one.grid.name}: mine (some/model @ abc)"
     assert second == "Documents: arc_easy 40 (limit 40); data: data/eval"
-
-
-def test_bits_that_count_scales_in_float32_are_explained(one):
-    """hqq-4bit has 5.00 bits on float32, which nothing explained."""
-    record = one.records["mine/hqq-4bit"]
-    settings = config_of({"name": "hqq-4bit", "group_size": 64}, compute_dtype="float32")
-    wide = record.model_copy(update={"precision": settings.precision})
-    result = replace(one, records={**one.records, "mine/hqq-4bit": wide})
-    assert "Bits of hqq-4bit: scales and zeros are stored in" in " ".join(summary(result).split())
-    assert "Bits of " not in summary(one)
 
 
 def test_the_summary_fits_100_columns_and_has_a_line_per_precision(one, three):

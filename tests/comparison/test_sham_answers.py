@@ -5,7 +5,6 @@ answer_samples.csv has the lengths of 32 answers to each of 200 prompts (the que
 ARC-easy, at temperature 0.7, at most 96 tokens), and whether they stopped by themselves.
 """
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,14 +93,6 @@ def test_the_gate_fails_at_most_two_in_a_hundred_runs_of_a_model_against_itself(
     assert sum("fail" in run for run in outcomes) / 1_000 <= MOST
     if not given:
         assert sum({*run} == {"pass"} for run in outcomes) / 1_000 >= 0.95 - 0.02
-
-
-def test_the_gate_says_how_many_prompts_or_samples_would_tell():
-    runs = [gate for run in gates(5, 2, {"length": 1.0, "stops": 0.1}) for gate in run]
-    open_ = [gate for gate in runs if gate.outcome == "inconclusive"]
-    assert len(open_) >= 8
-    assert all(re.search(r"documents to tell: about [\d,]+", gate.reason) for gate in open_)
-    assert any("times as many samples" in gate.reason for gate in open_)
 
 
 def test_longer_answers_are_found_and_none_where_nothing_changed():

@@ -10,7 +10,7 @@ import torch
 from scoring_models import llama, scorer, settings, text, tokenizer
 from test_kl import quantized_like
 
-from qbench.comparison.answers import classes, position_bin
+from qbench.comparison.answers import classes
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.answers import Chat, answer
 from qbench.evaluation.evaluate import evaluate, load_task
@@ -145,12 +145,6 @@ def test_a_malformed_line_is_refused_with_its_place(tmp_path, line, message):
 )  # fmt: skip
 def test_each_token_has_a_class(texts, expected):
     assert classes(texts) == expected
-
-
-def test_positions_have_ranges():
-    assert [position_bin(p) for p in (0, 1, 15, 16, 255, 256, 9999)] == [
-        "1", "2–16", "2–16", "17–64", "65–256", "257–", "257–",
-    ]  # fmt: skip
 
 
 SAMPLED = """task: sampled

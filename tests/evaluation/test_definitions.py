@@ -5,7 +5,6 @@ import random
 import pytest
 
 from qbench.errors import RecipeError
-from qbench.evaluation import tasks
 from qbench.evaluation.tasks import (
     Function,
     definition_file,
@@ -18,14 +17,6 @@ from qbench.evaluation.tasks import (
 def test_own_task_definitions_are_found_first(tmp_path):
     (tmp_path / "mine.yaml").write_text("task: sciq\ndataset_path: json\n")
     assert definition_file("sciq", tmp_path) == tmp_path / "mine.yaml"
-
-
-def test_a_task_of_ones_own_needs_none_of_lm_evals_files(tmp_path, monkeypatch):
-    """They are fourteen thousand."""
-    monkeypatch.setattr(tasks, "lm_eval_tasks", lambda: None)
-    (tmp_path / "mine.yaml").write_text("task: mine\ndataset_path: json\n")
-    assert expand("mine", tmp_path) == ["mine"]
-    assert tasks.task_groups("mine", tmp_path) == []
 
 
 def test_an_unknown_task_says_where_definitions_of_ones_own_are_named():

@@ -220,16 +220,6 @@ def test_keys_of_generation_config_are_obeyed_as_by_hflm(key, value, by_transfor
     assert (slots != plain) is (key in ("max_new_tokens", "repetition_penalty"))
 
 
-@pytest.mark.parametrize("key", sorted(generation.TASK_KEYS - {"until", "max_gen_toks"}))
-def test_the_keys_of_a_task_that_slots_obey_are_those_that_change_no_greedy_answer(key):
-    value = 5 if key.startswith("max") else False if key == "do_sample" else 0
-    lm = scorer(llama(), "exact")
-    limit = None if key.startswith("max") else 6
-    asked = request(text(1, 5), until=[], **{"max_gen_toks": limit, "do_sample": False, key: value})
-    answers_of(lm, [asked])
-    assert lm.report().transformers_generation == {}
-
-
 def test_a_task_in_which_every_prompt_is_cut_fails_and_shares_are_counted():
     lm = scorer(llama(), "exact", max_length=20)
     prompts = [request("the cat", 0), request(text(0, 30), 1)]

@@ -79,16 +79,6 @@ def test_a_class_that_lm_eval_does_not_have_is_refused_before_work_begins(tmp_pa
         plan(Recipe.load(recipe(tmp_path, model=name)), device="cpu")
 
 
-def test_keys_hold_the_arguments(tmp_path):
-    def key(folder, **changes):
-        folder.mkdir()
-        return plan(Recipe.load(recipe(folder, **changes)), device="cpu").cell("base/served").key
-
-    same = key(tmp_path / "a")
-    assert same == key(tmp_path / "b")
-    assert same != key(tmp_path / "c", args={"folder": "elsewhere"})
-
-
 def test_log_likelihoods_that_leave_out_the_last_token_are_refused(tmp_path):
     """As lm-eval's local-completions reads the answers of llama-cpp-python's server."""
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from qbench.errors import DataError
-from qbench.evaluation.evaluate import build_ahead, build_requests, check_documents, load_task
-from qbench.evaluation.settings import ScoringSettings
+from qbench.evaluation.evaluate import check_documents, load_task
 from qbench.evaluation.tasks import plan_task
 
 COPA = {
@@ -124,23 +123,3 @@ def test_documents_that_cannot_be_scored_are_refused(tmp_path, task, split, row,
     good = dict(next(good[2] for good in GOOD if good[0] == task))
     with pytest.raises(DataError, match=words):
         check_documents(loaded(tmp_path, task, split, [good, row])[0])
-
-
-@pytest.mark.parametrize("num_fewshot", [0, 2])
-def test_requests_are_built_once_and_ahead_if_they_draw_nothing(tmp_path, monkeypatch, num_fewshot):
-    (tmp_path / "quiz.yaml").write_text(QUIZ_TASK)
-    rows = [json.dumps(QUIZ | {"text": f"The sky {n} is"}) for n in range(4)]
-    (tmp_path / "quiz").mkdir()
-    (tmp_path / "quiz" / "test.jsonl").write_text("\n".join(rows))
-    spec = plan_task("quiz", data=tmp_path, definitions=tmp_path, num_fewshot=num_fewshot)
-    loaded, built = load_task(spec), []
-    construct = type(loaded.task).construct_requests
-    monkeypatch.setattr(
-        type(loaded.task), "construct_requests",
-        lambda *args, **more: built.append(1) or construct(*args, **more),
-    )  # fmt: skip
-    settings = ScoringSettings(mode="exact", max_length=64, batch_size=1, window_batch_size=1)
-    build_ahead([loaded], settings)
-    assert len(built) == (0 if num_fewshot else 4)
-    build_requests(loaded.task, settings)
-    assert len(built) == 4

@@ -221,30 +221,11 @@ def test_limits_of_answers_are_read_as_by_hflm(tmp_path, stated, tokens):
         ask()
 
 
-def test_a_field_that_a_template_can_do_without_may_be_missing(tmp_path):
-    text = "{% if hint is defined %}{{hint}}{% endif %}Q: {{question}}"
-    (tmp_path / "mine.yaml").write_text(
-        MINE.replace("Q: {{question}}", text).replace("!function code.target", '"{{answer}}"')
-    )
-    write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
-    assert plan_task("mine", data=tmp_path, definitions=tmp_path).documents == 1
-
-
 def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
     path = tmp_path / "test.jsonl"
     path.write_text('{"text": "a\u2028b"}\n\n{"text": "c"}\n', encoding="utf-8")
     rows, _ = read_rows(path)
     assert [(row.line, row.fields["text"]) for row in rows] == [(1, "a\u2028b"), (3, "c")]
-
-
-def test_what_a_tasks_code_lacks_is_named(tmp_path):
-    code = (tmp_path / "code.py").with_suffix(".py")
-    code.write_text("import no_such_package_at_all.part\n\ndef target(doc):\n    return ''\n")
-    (tmp_path / "mine.yaml").write_text(MINE)
-    write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
-    with pytest.raises(DataError, match="imports no_such_package_at_all, which is not installed: "
-                       "pip install no_such_package_at_all, or leave"):  # fmt: skip
-        plan_task("mine", data=tmp_path, definitions=tmp_path)
 
 
 @pytest.mark.parametrize(

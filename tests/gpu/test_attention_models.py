@@ -131,18 +131,3 @@ def test_parameters_are_trained_in_a_graph_and_with_checkpointing(normalizer, na
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
-
-
-def test_lengths_and_batch_sizes_do_not_compile_again():
-    from qbench.attention.kernels.forward import attn_fwd
-
-    def run(batch, length):
-        inputs = (draw(batch, 4, length, 64, seed=s) for s in range(3))
-        kernels.attention(*inputs, normalizer="softpick", causal=True)
-
-    run(1, 128)
-    device = torch.cuda.current_device()
-    before = len(attn_fwd.device_caches[device][0])
-    for batch, length in ((2, 128), (3, 129), (5, 1000), (1, 2048)):
-        run(batch, length)
-    assert len(attn_fwd.device_caches[device][0]) == before

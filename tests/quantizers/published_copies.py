@@ -214,33 +214,6 @@ def _in_rows(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: codes, f"{name}_scale": scale.bfloat16()}
 
 
-def mixed(source: Path, folder: Path) -> Path:
-    """``source`` with int8 weights in MLPs and FP8 elsewhere, as compressed-tensors keeps them."""
-    groups = {
-        kind: {
-            "targets": [f"re:.*{part}.*"],
-            "weights": {"num_bits": 8, "type": kind, "strategy": "channel"},
-            "input_activations": None,
-            "format": f"{words}-quantized",
-        }
-        for kind, part, words in (("int", "mlp", "pack"), ("float", "self_attn", "float"))
-    }
-
-    def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        if "mlp" not in name:
-            return _in_rows(name, tensor)
-        found = _in_int8_rows(name, tensor)
-        codes = found.pop(name).int() + 128  # four to a word
-        words = (codes.unflatten(1, (-1, 4)).long() << 8 * torch.arange(4)).sum(-1)
-        shape = torch.tensor(tensor.shape)
-        return found | {f"{name}_packed": words.to(torch.int32), f"{name}_shape": shape}
-
-    return _rewritten(
-        source, folder, change, quant_method="compressed-tensors", format="mixed-precision",
-        quantization_status="compressed", ignore=["lm_head"], config_groups=groups,
-    )  # fmt: skip
-
-
 def int8_rows(source: Path, folder: Path) -> Path:
     """``source`` with int8 weights alone and a scale a row, in compressed-tensors' layout of one
     code a byte; the LM head too."""
@@ -452,7 +425,7 @@ def _tokenizer_fields(file: dict[str, Any]) -> dict[str, Any]:
 
 
 REWRITTEN = {
-    "fp8": fp8, "fp8-rows": fp8_rows, "int8-rows": int8_rows, "mixed": mixed, "gptq": gptq_layout,
+    "fp8": fp8, "fp8-rows": fp8_rows, "int8-rows": int8_rows, "gptq": gptq_layout,
 }  # fmt: skip
 
 

@@ -28,7 +28,6 @@ from published_copies import (
 )
 from quantizer_models import needs_vnni
 from small_recipe import qbench, small_recipe
-from tiny import tiny_model
 from torchao import quantization as torchao
 from transformers import TorchAoConfig
 
@@ -206,36 +205,6 @@ def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(copies, tmp_path):
 
     (problem,) = audited(planned(tmp_path, changed(copy, tmp_path / "other", other)))[0].problems
     assert problem.startswith("its LM head: 1.5 off the original's")
-
-
-def test_a_copy_attends_natively_where_its_original_does(whole, nf4, tmp_path):
-    column = {"name": "checkpoint", "path": str(nf4), "label": "copy"}
-    recipe = small_recipe(
-        tmp_path, checkpoints={"base": str(whole)}, compute_dtype="bfloat16", tasks=list(TASKS),
-        quantizers=["bf16", column], evaluation={"limit": 3, "attention": "native"},
-    )  # fmt: skip
-    result, model = audited(plan(Recipe.load(recipe), device="cpu"))
-    assert result.problems == ()
-    assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("kind", ["phi", "gpt_neox"])  # of which one has a bias, one another name
-def test_an_lm_head_s_bits_are_those_of_its_weight(kind, tmp_path):
-    source = tmp_path / kind
-    tiny_model(kind, vocab_size=1024).bfloat16().save_pretrained(source)
-    for file in (DEMO / "softmax").glob("tokenizer*"):
-        shutil.copy(file, source)
-    copy = copy_of(source, "bnb-nf4", tmp_path / "copy")
-    result, _ = audited(planned(tmp_path, copy, checkpoint=source))
-    assert result.problems == ()
-    assert result.size.head_bits_per_weight == 16
-
-
-def test_layers_of_several_schemes_are_each_read_by_their_own(copies, tmp_path):
-    result, _ = audited(planned(tmp_path, copies("mixed")))
-    assert result.problems == ()
-    errors = {module.name: module.weight_error for module in result.modules}
-    assert all((error < 0.015) == ("mlp" in name) for name, error in errors.items())
 
 
 @pytest.mark.parametrize(

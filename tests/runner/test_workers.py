@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import sys
 import time
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
@@ -135,19 +134,3 @@ def test_processes_share_the_cores_draw_their_own_numbers_and_keep_their_errors(
     assert set(threads) == {"8"}
     assert "OMP_NUM_THREADS" not in os.environ
     assert len(set(numbers)) == 2
-
-
-def left_to_import():
-    import transformers
-
-    from qbench.runner.preload import MODULES
-
-    transformers.AutoConfig.for_model("gated-llama")  # a class that loading has registered
-    return [name for name in MODULES if name not in sys.modules]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
-def test_workers_have_all_that_cells_need_from_their_start(device):
-    with Workers([0], device=device) as executor:  # no GPU is asked for
-        executor.preload()
-        assert executor.submit(left_to_import).result(timeout=PATIENCE) == []

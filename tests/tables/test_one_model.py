@@ -11,13 +11,11 @@ from synthetic import make_store
 from qbench.comparison.compare import compare
 from qbench.comparison.effects import chance_of_tasks
 from qbench.comparison.verdict import verdict
-from qbench.errors import ResultsError
 from qbench.records import (
     Damage,
     Distributions,
     Divergence,
     GroupScore,
-    ScoringReport,
     StoredSize,
     TaskDamage,
     Unavailable,
@@ -159,30 +157,6 @@ def test_a_run_without_an_unquantized_column_says_why_it_has_no_damage(tmp_path)
     assert verdict(comparison)[0].startswith("There is no damage: the run has no unquantized col")
 
 
-def test_a_share_of_requests_that_were_cut_is_a_footnote(tmp_path):
-    store = make_store(tmp_path, checkpoints=("mine",), quantizers=("bf16",), sizes=SIZES)
-    (cell,) = store.manifest().cells
-    record = store.get(cell)
-    scoring = ScoringReport(
-        mode="exact", softmax_dtype="float32", batching="exact", requests=200, truncated=12,
-        peak_memory_gib=1.0,
-    )  # fmt: skip
-    store.put(record.model_copy(update={"scoring": scoring}), store.outcomes(record), None)
-    said = "mine/bf16: 12 of 200 requests are longer than the context and were cut"
-    assert said in render(compare(store))
-
-
-def test_precisions_of_which_no_cell_ran_have_no_rows(tmp_path):
-    """`--only` of one precision printed rows "missing" for all others."""
-    store = make_store(
-        tmp_path, checkpoints=("mine",), quantizers=("bf16", "hqq-4bit", "hqq-2bit"), sizes=SIZES,
-        missing=("mine/hqq-2bit",),
-    )  # fmt: skip
-    comparison = compare(store)
-    assert {line.quantizer for line in comparison.lines} == {"bf16", "hqq-4bit"}
-    assert "mine/hqq-2bit: missing: no record" in render(comparison)
-
-
 @pytest.mark.parametrize("guessing", [False, True])
 def test_tasks_at_chance_are_named_and_leave_the_family(tmp_path, monkeypatch, guessing):
     store = make_store(
@@ -209,14 +183,6 @@ def test_chance_is_one_of_the_choices_and_0_without_any():
     result = chance_of_tasks(compare(store, statistics=False), store)
     assert (result["piqa"], result["lambada_openai"]) == (0.5, 0.0)
     assert result["arc_easy"] == pytest.approx(0.25, abs=0.001)  # a few have three or five choices
-
-
-def test_an_archive_without_responses_is_compared_all_the_same():
-    store = Store(Path(__file__).parents[2] / "results" / "sigmoid-27m")
-    record = next(one for one in store.records() if "responses" in one.files)
-    with pytest.raises(ResultsError, match="missing"):
-        store.responses(record)
-    assert chance_of_tasks(compare(store, statistics=False), store) == {}
 
 
 def test_a_kl_divergence_that_could_not_be_had_says_why(tmp_path):

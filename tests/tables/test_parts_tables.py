@@ -11,7 +11,6 @@ from qbench.comparison.compare import compare
 from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown
 from qbench.records import ActivationAudit, BatchDependence, Part, Precision
-from qbench.runner.grid import summary
 from qbench.store import Store
 from qbench.tables import render
 
@@ -105,15 +104,6 @@ def test_the_csv_has_each_part_in_a_column(comparison):
     assert rows["gptq-4bit"]["activations"] == ""
 
 
-def test_tables_of_weights_alone_stay_as_they_were(tmp_path):
-    store = make_store(
-        tmp_path / "weights", quantizers=("bf16", "gptq-4bit"), sizes={"arc_easy": 60}
-    )
-    result = compare(store)
-    assert "In brackets" not in render(result)
-    assert "precision" not in render(result, format="csv").splitlines()[0]
-
-
 def test_the_gate_writes_the_precision_and_compares_what_was_measured(store, tmp_path):
     baseline.make(store, tmp_path / "baseline.tar.xz")
     same = check.check(store, tmp_path / "baseline.tar.xz")
@@ -132,13 +122,3 @@ def test_the_gate_writes_the_precision_and_compares_what_was_measured(store, tmp
     assert [(g.cell, g.metric) for g in result.gates if g.outcome == "fail"] == [
         ("softpick/hqq-2bit", "activation_error")
     ]
-
-
-def test_a_finished_cell_says_what_was_measured_of_each_part(store):
-    shown = {cell.cell: summary(store.get(cell)) for cell in store.manifest().cells}
-    assert "bits per weight" in shown["softmax/gptq-4bit"]
-    assert "activation" not in shown["softmax/gptq-4bit"]
-    assert "bits per weight" not in shown["softmax/hqq-2bit"]
-    assert shown["softmax/hqq-2bit"].endswith("; 8 bits per activation, error 0.012)")
-    assert "bits per weight, weight error" in shown["softmax/hqq-3bit"]
-    assert "8 bits per activation, error 0.012" in shown["softmax/hqq-3bit"]

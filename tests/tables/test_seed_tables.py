@@ -8,7 +8,6 @@ from synthetic import make_store
 
 from qbench.comparison.compare import compare
 from qbench.comparison.rows import training_notes
-from qbench.comparison.wording import each_text
 from qbench.records import Trained
 from qbench.tables import render, table_files
 
@@ -79,17 +78,6 @@ def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
     effects = [one.deltas["softpick"] for one in apart.seeds]
     assert all(effect.of_seeds > 0.5 for effect in effects)
     assert "§: most of the uncertainty comes from the seeds" in render(apart)
-
-
-def test_trainings_that_are_no_pairs_have_no_difference_each(tmp_path):
-    groups = {"softmax": MEMBERS[:3], "softpick": MEMBERS[3:5]}
-    store = make_store(
-        tmp_path / "grid", checkpoints=MEMBERS[:5], quantizers=("bf16",), sizes=SIZES,
-        replicates=groups,
-    )  # fmt: skip
-    effect = compare(store).seeds[0].deltas["softpick"]
-    assert len(effect.each) == 5
-    assert each_text(effect, percent=True) == "—"
 
 
 def test_the_csv_has_every_question(comparison, grid):

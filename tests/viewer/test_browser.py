@@ -329,35 +329,6 @@ def test_every_point_of_quality_has_its_label_and_no_two_texts_overlap(at, page,
         assert wrong == []
 
 
-# Texts of axes and legends that lie upon each other, or begin left of their picture and are cut
-UNREADABLE = """figure => {
-  const texts = [...figure.querySelectorAll("[data-label*='-axis'] text, [class*=ramp] text")];
-  const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()]);
-  const left = figure.querySelector(".drawing").getBoundingClientRect().left;
-  const cut = ([, box]) => box.left < left - 1;
-  const on = ([name, a], [other, b]) => name && other && a.left < b.right && b.left < a.right
-    && a.top + 3 < b.bottom && b.top + 3 < a.bottom;
-  const upon = boxes.flatMap((one, index) => boxes.slice(index + 1)
-    .filter((other) => one[0].length * other[0].length > 0 && on(one, other))
-    .map((other) => one[0] + " on " + other[0]));
-  return [...boxes.filter(cut).map(([name]) => name + " cut"), ...upon];
-}"""
-
-
-@pytest.mark.parametrize(("folder", "labels"), [
-    ("pair-27m", {"× 0.7", "× 1", "× 1.5"}),
-    ("sinks-124m", {"× 0.09", "× 0.2", "× 1"}),
-])  # fmt: skip
-def test_ratios_have_all_their_labels(at, page, folder, labels):
-    page.goto(at(RESULTS / folder).address)
-    ratios = page.locator("figure:has(h2:has-text('hurt')):has(h2:has-text('ratio'))")
-    ratios.locator("svg circle[data-href]").first.wait_for()
-    ticks = ratios.locator("[data-label='x-axis tick label'] text").all_text_contents()
-    assert "" not in ticks
-    assert labels < set(ticks)
-    assert ratios.evaluate(UNREADABLE) == []
-
-
 def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_cache):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "In the old town of"}\n')

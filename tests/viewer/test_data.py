@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 from hostile_results import HOSTILE, fill
 from small_recipe import qbench
-from synthetic import make_store
 
 from qbench.cli import view
 from qbench.comparison.compare import compare
-from qbench.errors import DataError, RecipeError, ResultsError
-from qbench.records import Part, Precision
+from qbench.errors import DataError, ResultsError
 from qbench.store import Sources, Store
 from qbench.viewer import server as server_module
 from qbench.viewer.data import Results, WholeStore
@@ -101,35 +99,6 @@ def test_texts_of_a_task_of_one_s_own_need_its_definitions(folder):
     record = next(one for one in Store(folder).records() if one.status == "ok")
     with pytest.raises(DataError, match="--data and --definitions"):
         view.document_texts(Sources(), record, HOSTILE)
-
-
-def test_the_record_names_the_file_that_stood_for_a_split(tmp_path, monkeypatch):
-    """As WikiText's `test_document_level` in the 27M pair."""
-    asked = []
-
-    def plan_task(name, **settings):
-        asked.append(settings)
-        raise RecipeError("enough")
-
-    monkeypatch.setattr(view, "plan_task", plan_task)
-    records = Store(PAIR).records()
-    for task in ("wikitext", "arc_easy"):
-        with pytest.raises(DataError):
-            view.document_texts(Sources(tmp_path), records[0], task)
-    assert [one["files"] for one in asked] == [["test_document_level"], None]
-    assert asked[0]["data"] == tmp_path
-
-
-def test_weights_that_are_not_quantized_have_no_error(tmp_path):
-    store = make_store(tmp_path, quantizers=("bf16", "hqq-4bit"), sizes={"arc_easy": 30})
-    cell = next(cell for cell in store.manifest().cells if cell.cell == "softpick/hqq-4bit")
-    record = store.get(cell)
-    cache = Precision(kv_cache=Part(bits=4, scheme="int4 per head and token"))
-    store.put(record.model_copy(update={"precision": cache}), store.outcomes(record), None)
-    cells = Results(store).payload("overview", wait=True)["cells"]
-    errors = {one["cell"]: one.get("weight_error") for one in cells}
-    assert errors["softmax/hqq-4bit"] is not None
-    assert errors["softpick/hqq-4bit"] is None
 
 
 @pytest.mark.parametrize("name", ["nothing", "cell/99", "cell/-1", "documents/0/9", "cell/../0"])

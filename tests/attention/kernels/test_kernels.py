@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qbench.attention import kernels, reference
 from qbench.attention.kernels import forward, ops
 from qbench.attention.kernels.common import Launch
-from qbench.attention.normalizers import NORMALIZERS, Kernels, normalizer
+from qbench.attention.normalizers import NORMALIZERS, Kernels
 from qbench.attention.normalizers.scalable import S
 from qbench.attention.normalizers.softmax import SoftmaxSink
 from qbench.attention.transformers import set_attention
@@ -107,36 +107,6 @@ def test_the_forward_pass_without_a_maximum_is_as_close_as_bf16(normalizer, scor
     assert error(got, reference.attention(*wide, **settings)) <= 1e-3
 
 
-@pytest.mark.parametrize(
-    ("tiny", "edges", "flags"),
-    [
-        ([], None, [0, 0, 0]),
-        ([100], None, [0, 1, 0]),
-        ([63], None, [1, 0, 0]),
-        ([3, 191], None, [1, 0, 1]),
-        ([100], [(0, 70), (70, 192)], [0, 1, 1]),  # tiles from 70 on have parts of two chunks
-        ([10], [(0, 70), (70, 192)], [1, 0, 0]),
-    ],
-)
-def test_rows_of_tiny_scores_flag_their_keys(tiny, edges, flags):
-    """The flags of three chunks of keys, from rows whose only positive score is that of their own
-    key: 3e-6 in the rows ``tiny``, else 1."""
-    torch.manual_seed(0)
-    length, width = 192, 16
-    key = torch.randn(1, 1, length, width)
-    scores = torch.ones(length)
-    scores[tiny] = 3e-6
-    query = key / key.square().sum(-1, keepdim=True) * (scores * width**0.5)[:, None]
-    tensors = (query.expand(1, 2, length, width), key, torch.randn(1, 1, length, width))
-    tensors = [tensor.half().transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
-    seq_bounds = None
-    if edges:
-        seq_bounds = torch.tensor([[0, a, b, a, b, 0] for a, b in edges], dtype=torch.int32)
-    settings = ops.Settings("softpick", width**-0.5, 0.0, True, 0, length, length)
-    steep = ops.Parameters(slopes=torch.full((2,), 4.0))
-    assert ops.forward(*tensors, None, seq_bounds, steep, settings)[2].tolist() == [[flags]]
-
-
 STEP = 2**30  # elements between two rows: the third row's place has more than 32 bits
 
 
@@ -194,15 +164,6 @@ def test_sinks_of_any_size(sinks):
     settings = {"normalizer": "softmax-sink", "parameters": given, "causal": True}
     got, truth = (by.attention(query, key, value, **settings) for by in (kernels, reference))
     assert error(got, truth) <= LIMIT
-
-
-def test_a_score_function_without_formulas_does_not_compile(claims, monkeypatch):
-    monkeypatch.setattr(normalizer, "SCORE_FUNCTIONS", ("claimed",))
-    claims("claimed", (), score_function="claimed")
-    query = torch.randn(1, 1, 65, 16)
-    with pytest.raises(Exception, match=r".*") as raised:  # the interpreter wraps what it meets
-        kernels.attention(query, query, query, normalizer="claimed")
-    assert "claimed" in f"{raised.value} {raised.value.__cause__}"
 
 
 @pytest.mark.parametrize(
