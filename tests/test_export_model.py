@@ -130,19 +130,6 @@ def test_a_softpick_cell_keeps_its_attention_and_lost_weights_are_computed_again
     assert "attends with softpick" in (tmp_path / "model" / "README.md").read_text()
 
 
-@slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its own folder
-@pytest.mark.usefixtures("own_cache")
-def test_gptqmodel_loads_what_was_exported(tmp_path):
-    from gptqmodel import BACKEND, GPTQModel
-
-    store, record = measured(tmp_path, "gptq-4bit")
-    export_model(store, record, tmp_path / "model", cache_folder())
-    theirs = GPTQModel.load(str(tmp_path / "model"), backend=BACKEND.GPTQ_TORCH, device="cpu")
-    logits = theirs.model(torch.arange(16)[None]).logits
-    assert logits.isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("quantizer", "chosen", "words"),
     [

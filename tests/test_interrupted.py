@@ -163,22 +163,3 @@ def test_ctrl_c_ends_a_run_with_130_in_one_line_and_leaves_no_process(tmp_path):
     assert "Traceback" not in after
     assert STOPPED in after
     assert nobody_left(pid)
-
-
-AT_ITS_END = """
-import sys, threading
-sys.argv = ["qbench", "--version"]
-threading.Thread(target=threading.Event().wait).start()  # as a library's that nobody ends
-import atexit; atexit.register(print, "cleaned up")
-from qbench.__main__ import main
-main()
-"""
-
-
-def test_a_command_ends_whatever_threads_its_libraries_left(tmp_path):
-    """Python would wait for them, and C++ abort the process."""
-    done = subprocess.run([sys.executable, "-c", AT_ITS_END], cwd=ROOT, capture_output=True,
-                          text=True, timeout=60)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0].startswith("qbench ")
-    assert done.stdout.splitlines()[1] == "cleaned up"

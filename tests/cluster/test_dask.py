@@ -4,7 +4,6 @@ import io
 import os
 import re
 import subprocess
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ import pytest
 pytest.importorskip("distributed")
 
 from distributed import LocalCluster
-from distributed.client import FutureCancelledError
 from quick_cells import Quick
 from small_recipe import qbench, small_recipe
 
@@ -21,17 +19,9 @@ from qbench import machine
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.runner.dask import (
-    _settle,
-    _token,
-    connected,
-    describe,
-    require_fit,
-    requirements,
-)
+from qbench.runner.dask import _token, connected, describe, require_fit, requirements
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
-from qbench.runner.workers import LostExecutorError
 from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -97,22 +87,6 @@ def test_what_a_killed_run_left_to_be_seen_is_removed_by_the_next(tmp_path, monk
         assert not left.exists()
         assert list(tmp_path.iterdir()) == [Path(token)]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_scheduler_that_died_is_named():
-    """Dask cancels what it had; nobody knows whether a worker is at it."""
-
-    class Cancelled:
-        def result(self):
-            raise FutureCancelledError("cell-1", "scheduler-connection-lost")
-
-        def release(self):
-            pass
-
-    future = Future()
-    _settle(future, Cancelled())
-    with pytest.raises(LostExecutorError, match="its scheduler died or was restarted; start it"):
-        future.result()
 
 
 @pytest.mark.parametrize("address", ["nowhere.json", "tcp://127.0.0.1:9", "local:2"])

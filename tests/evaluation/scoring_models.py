@@ -122,10 +122,11 @@ def settings(mode, *, max_length=64, batch_size=4, batch_tokens=300, sample=8, *
 
 
 def watch(model, observer, requests, mode="exact", **changes):
-    lm = scorer(model, mode, max_length=96, observer=observer, sample=2, **changes)
-    if requests[0].request_type == "loglikelihood":
-        return lm.loglikelihood(requests, disable_tqdm=True)
-    return lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    return ask(scorer(model, mode, max_length=96, observer=observer, sample=2, **changes), requests)
+
+
+def ask(lm, requests):
+    return getattr(lm, requests[0].request_type)(requests, disable_tqdm=True)
 
 
 def recorded(model, requests, mode="exact") -> BaselineHiddenStates:

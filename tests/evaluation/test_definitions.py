@@ -5,13 +5,7 @@ import random
 import pytest
 
 from qbench.errors import RecipeError
-from qbench.evaluation.tasks import (
-    Function,
-    definition_file,
-    expand,
-    read_definition,
-    task_names,
-)
+from qbench.evaluation.tasks import Function, definition_file, expand, read_definition, task_names
 
 
 def test_own_task_definitions_are_found_first(tmp_path):

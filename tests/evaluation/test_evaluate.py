@@ -13,12 +13,7 @@ from lm_eval.tasks import TaskManager
 from scoring_models import llama, scorer, settings, text, tokenizer
 
 from qbench.errors import DataError, EvaluationError
-from qbench.evaluation.evaluate import (
-    evaluate,
-    group_scores,
-    load_task,
-    rebuild_requests,
-)
+from qbench.evaluation.evaluate import evaluate, group_scores, load_task, rebuild_requests
 from qbench.evaluation.scoring.scorer import pinned_hflm
 from qbench.evaluation.settings import FEWSHOT_SEED, Chat
 from qbench.evaluation.tasks import expand, plan_task, task_groups

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from scoring_models import (
-    KINDS,
-    choices,
-    instance,
-    llama,
-    pages,
-    scorer,
-    text,
-)  # fmt: skip
+from scoring_models import KINDS, choices, instance, llama, pages, scorer, text
 from tiny import SPARSE_KEYS, tiny_model
 
 from qbench.errors import EvaluationError, UnavailableError

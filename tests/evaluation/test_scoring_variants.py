@@ -7,6 +7,7 @@ import torch
 from normalizer_parameters import attach
 from quantizer_models import DIGEST
 from scoring_models import (
+    ask,
     choices,
     instance,
     llama,
@@ -26,11 +27,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import set_attention
 from qbench.evaluation.kl_observer import KLObserver
 from qbench.evaluation.scoring.batching import Packing, Padding, Request
-from qbench.evaluation.scoring.hidden_states import (
-    PackedForward,
-    fit_settings,
-    packing_problem,
-)
+from qbench.evaluation.scoring.hidden_states import PackedForward, fit_settings, packing_problem
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers import config_of
 from qbench.quantizers.quantize import apply, quantize
@@ -49,9 +46,7 @@ LOOSE = Tolerance(mean=10.0, largest=100.0, changed=1.0)
 def answers(model, mode, requests=None, **changes):
     requests = choices(7) if requests is None else requests
     lm = scorer(model, mode, **changes)
-    if requests[0].request_type == "loglikelihood":
-        return lm.loglikelihood(requests, disable_tqdm=True)
-    return [(value, None) for value in lm.loglikelihood_rolling(requests, disable_tqdm=True)]
+    return [a if isinstance(a, tuple) else (a, None) for a in ask(lm, requests)]
 
 
 def assert_close(found, expected):

@@ -6,17 +6,7 @@ import shutil
 
 import pandas as pd
 import pytest
-from gate_results import (
-    CELL,
-    QUANTIZERS,
-    SIZES,
-    audit_of,
-    changed,
-    failed,
-    of,
-    record_of,
-    update,
-)
+from gate_results import CELL, QUANTIZERS, SIZES, audit_of, changed, failed, of, record_of, update
 from small_recipe import qbench
 from synthetic import make_store, scores
 

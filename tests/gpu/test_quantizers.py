@@ -4,15 +4,7 @@ import bitsandbytes
 import pytest
 import torch
 from bitsandbytes import functional
-from quantizer_models import (
-    PROBE,
-    damage,
-    llama,
-    logits,
-    make,
-    make_with_detail,
-    settings,
-)
+from quantizer_models import PROBE, damage, llama, logits, make, make_with_detail, settings
 
 from qbench.quantizers import bnb
 from qbench.quantizers.audit.compare import audit

@@ -6,15 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from quantizer_models import (
-    PROBE,
-    check,
-    llama,
-    make,
-    packed_layer,
-    parse,
-    settings,
-)
+from quantizer_models import PROBE, check, llama, make, packed_layer, parse, settings
 from torch import nn
 
 from qbench.quantizers import linear, packed

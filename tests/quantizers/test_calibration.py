@@ -84,18 +84,6 @@ def test_the_seed_decides_and_decides_alone(tmp_path, tokenizer):
     assert first.digest == again.digest != other.digest
 
 
-def test_the_digest_is_of_the_tokens_not_of_the_file(tmp_path, tokenizer):
-    path = write(tmp_path / "c.jsonl", [10] * 3)
-    other = tmp_path / "elsewhere.jsonl"
-    other.write_text(
-        "\n".join(
-            json.dumps({**json.loads(x), "source": "s"}) for x in path.read_text().split("\n") if x
-        )
-    )
-    digests = {read(p, tokenizer, 3, 5, 0).digest for p in (path, other)}
-    assert len(digests) == 1
-
-
 def test_a_gzipped_file_gives_the_windows_of_the_plain_one(tmp_path, tokenizer):
     plain = write(tmp_path / "c.jsonl", [10, 10, 10])
     packed = tmp_path / "c.json.gz"

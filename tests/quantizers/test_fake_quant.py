@@ -8,12 +8,7 @@ import torch
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence
-from qbench.quantizers.fake_quant import (
-    KVFakeQuant,
-    fake_quantize,
-    nearest,
-    scale_of_tensor,
-)
+from qbench.quantizers.fake_quant import KVFakeQuant, fake_quantize, nearest, scale_of_tensor
 from qbench.quantizers.formats import ELEMENTS, QuantFormat
 from qbench.quantizers.registry import settings_of
 

@@ -5,14 +5,7 @@ import threading
 
 import pytest
 import torch
-from quantizer_models import (
-    calibration,
-    ids,
-    llama,
-    make,
-    make_with_detail,
-    settings,
-)
+from quantizer_models import calibration, ids, llama, make, make_with_detail, settings
 from tiny import tiny_model
 from torch import nn
 

@@ -4,20 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantizer_models import (
-    DIGEST,
-    check,
-    llama,
-    logits,
-    make,
-    packed_layer,
-    settings,
-    unpacked,
-)
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-)
+from quantizer_models import DIGEST, check, llama, logits, make, packed_layer, settings, unpacked
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import config_of, hqq, packed

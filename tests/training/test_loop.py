@@ -58,17 +58,6 @@ def test_the_record_says_how_it_came_about(trained, tokens):
     assert session.environment.versions["torch"]
 
 
-def test_the_log_has_a_line_for_each_look_and_each_logged_step(trained):
-    log = (trained[0] / "softmax-seed3" / "state" / "log.jsonl").read_text()
-    lines = [json.loads(line) for line in log.splitlines()]
-    steps, looks = ([one for one in lines if one["kind"] == kind] for kind in ("step", "watch"))
-    assert [line["step"] for line in steps] == list(range(5, 45, 5))
-    assert set(steps[0]) == {
-        "kind", "step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu",
-    }  # fmt: skip
-    assert set(looks[0]) >= {"loss", "sink_rate", "sink_rate_gu", "kurtosis", "largest"}
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_held_out_loss_is_that_of_the_saved_checkpoint(tmp_path, train, tokens, precision):
     """Its weights are rounded to bfloat16; the rotary frequencies are not."""

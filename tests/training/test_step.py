@@ -126,18 +126,3 @@ def test_norms_decay_only_where_that_is_asked_for(decay_vectors):
     norm = one.model.norm.weight.detach()
     assert bool((norm < 0.9).all()) == decay_vectors
     assert float(one.lm_head.weight.detach().std()) < 0.015  # from 0.02
-
-
-@pytest.mark.slow
-def test_more_models_than_the_compiler_counts_are_trained_one_after_the_other(dynamo, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    compiled = torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda module, mode, **options: compiled(module, backend="eager", **options),
-    )
-    for normalizer in ("softmax", "softpick", "rectified"):
-        settings = {"precision": "float32", "compile": "default"}
-        loss, _ = stepped(model(normalizer), 1, compute=settings)
-        assert torch.isfinite(loss)

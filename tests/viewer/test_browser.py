@@ -298,37 +298,6 @@ def test_real_results_from_the_answer_to_a_document_and_why(at, page, name):
     page.wait_for_selector("h2, [role=alert], main p")
 
 
-# Labels of points that lie upon each other or upon a point, or are cut, and how many there are
-LABELS = """figure => {
-  const box = (node) => node.getBoundingClientRect();
-  const labels = [...figure.querySelectorAll("text.label")]
-    .map((text) => [text.textContent, box(text)]);
-  const points = [...figure.querySelectorAll("path[data-href]")].map((dot) => ["point", box(dot)]);
-  const frame = box(figure.querySelector(".drawing"));
-  const on = (a, b) => a.left + 1 < b.right && b.left + 1 < a.right && a.top + 2 < b.bottom
-    && b.top + 2 < a.bottom;
-  const upon = labels.flatMap(([name, a], index) => [...labels.slice(index + 1), ...points]
-    .filter(([, b]) => on(a, b)).map(([other]) => name + " on " + other));
-  const cut = labels.filter(([, a]) => a.left < frame.left || a.right > frame.right);
-  const names = [...new Set(labels.map(([name]) => name))].sort();
-  return [names, [...upon, ...cut.map(([name]) => name)]];
-}"""
-
-
-@pytest.mark.parametrize("name", ["pair-27m", slow("variants-27m"), "smollm2"])
-def test_every_point_of_quality_has_its_label_and_no_two_texts_overlap(at, page, name):
-    cells = Store(RESULTS / name).manifest().cells
-    for width in (1280, 400):
-        page.set_viewport_size({"width": width, "height": 900})
-        page.goto(at(RESULTS / name).address)
-        page.reload()
-        figure = page.locator("figure.card").first
-        figure.locator("path[data-href]").first.wait_for()
-        labels, wrong = figure.evaluate(LABELS)
-        assert labels == sorted({cell.quantizer for cell in cells if cell.quantized})
-        assert wrong == []
-
-
 def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_cache):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "In the old town of"}\n')
