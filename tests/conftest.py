@@ -39,7 +39,7 @@ LONGEST = (
     "test_browser.py", "test_prequantized.py", "test_budget.py", "test_resume.py",
     "test_breakages.py", "test_compiled.py", "test_interrupted.py", "test_analyze.py",
     "test_dask.py", "test_kernels.py", "test_llamacpp.py", "test_ci.py", "test_export_model.py",
-    "test_audit.py", "test_run.py", "test_kept_tasks.py", "test_pages.py", "test_grid.py",
+    "test_audit.py", "test_run.py", "test_kept_tasks.py", "test_docs.py", "test_grid.py",
 )  # fmt: skip
 
 

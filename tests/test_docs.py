@@ -1,9 +1,12 @@
 """What the documents say of the layout is so."""
 
+import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qbench"
@@ -81,3 +84,84 @@ def test_functions_of_the_walk_are_there():
         code = (PACKAGE / file).read_text() if (PACKAGE / file).exists() else ""
         missing += [] if f"def {function.split('.')[-1]}(" in code else [f"{file}: {function}"]
     assert missing == []
+
+
+# Pages with numbers are what their templates and the results make of them.
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+TEMPLATES = [path for path in (DOCS / "templates").rglob("*") if path.is_file()]
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return runpy.run_path(str(DOCS / "generate.py"))["pages"]()
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
+def test_a_page_with_numbers_is_what_make_pages_writes(pages, template):
+    page = DOCS.parent / template.relative_to(DOCS / "templates")
+    assert page.read_text() == pages[page], "change its template, then run `make pages`"
+
+
+@pytest.mark.slow
+def test_tables_and_numbers_of_pages_are_what_make_numbers_writes():
+    made = runpy.run_path(str(DOCS / "read_results.py"))["made"]()
+    assert len(made) > 10
+    assert [path for path, text in made.items() if path.read_text() != text] == []
+
+
+# The page on attention in one's own code does what it says.
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "attention.md"
+
+
+@pytest.fixture
+def blocks():
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_ten_lines_train_and_generate_with_softpick(blocks, capsys):
+    torch.manual_seed(0)
+    done = {}
+    exec(blocks[0], done)
+    assert capsys.readouterr().out.strip() == "to be or not to be, that is the question"
+    assert done["model"].config._attn_implementation == "qbench-softpick-reference"
+    model = done["model"]
+    model.set_attn_implementation("sdpa")
+    exec(blocks[1].replace("triton", "reference"), {"model": model})
+    again = model.generate(done["ids"][:, :6], max_new_tokens=34, do_sample=False, pad_token_id=0)
+    assert torch.equal(again, done["out"])
+
+
+def test_every_name_of_a_normalizer_is_known_to_transformers(blocks):
+    from transformers import AttentionInterface
+
+    from qbench.attention.normalizers import NORMALIZERS
+
+    exec(blocks[1].splitlines()[0], {})
+    for name in NORMALIZERS:
+        if name != "toy":
+            assert f"qbench-{name}-triton" in AttentionInterface().valid_keys()
+
+
+# The notebook of the docs: its cells run, and give what is stored, numbers aside.
+
+
+def words(outputs):
+    """Return the kinds of a cell's outputs, and the first words of their texts without numbers."""
+    kinds = [[*one.get("data", {"text": one.get("text")}).items()] for one in outputs]
+    texts = [re.sub(r"[^A-Za-z ]", "", "".join(text))[:40] if kind.startswith("text") else ""
+             for parts in kinds for kind, text in parts]  # fmt: skip
+    return [kind for parts in kinds for kind, _ in parts], texts
+
+
+@pytest.mark.slow
+def test_the_notebook_gives_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())
+    shown = [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    given = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["run"](notebook)
+    assert [words(one) for one in given] == [words(one) for one in shown]

@@ -1,13 +1,14 @@
 """A pass over the bundled pair: the model computes what it computes, all of it is measured."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from loading import load_model
+from small_recipe import DEMO
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from qbench.analysis.attention_weights import TOKENS, attention_maps
 from qbench.analysis.measure import measure
 from qbench.attention.observed import attention_observed
 from qbench.attention.transformers import set_attention
@@ -17,8 +18,6 @@ from qbench.errors import EvaluationError, UnavailableError
 from qbench.quantizers.linear import linears
 from qbench.quantizers.quantize import apply
 from qbench.quantizers.registry import config_of
-
-DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 
 
 @pytest.fixture(scope="module", params=["softmax", "softpick"])
@@ -143,3 +142,30 @@ def test_keys_are_measured_as_a_quantized_cache_gives_them_back(pair):
     assert result.perplexity != whole.perplexity
     # The first layer has the same queries: what differs comes from its keys.
     assert result.layers[0].heads[0].largest != whole.layers[0].heads[0].largest
+
+
+# Attention maps: weights of chosen heads, as the definition has them.
+
+
+@pytest.fixture(scope="module", params=["softmax", "softpick"])
+def loaded(request):
+    checkpoint = find(str(DEMO / request.param))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    return model, load_tokenizer(checkpoint)
+
+
+def test_maps_are_lower_triangles_of_weights_on_three_kinds_of_text(loaded):
+    model, tokenizer = loaded
+    prose = torch.randint(3, 400, (60,), generator=torch.Generator().manual_seed(0))
+    result = attention_maps(model, tokenizer, prose, [(1, 3), (0, 0)])
+    assert [(m.text, m.layer, m.head) for m in result] == [
+        (text, *head) for text in ("prose", "code", "few-shot") for head in ((1, 3), (0, 0))
+    ]
+    for one in result:
+        assert [len(row) for row in one.rows] == list(range(1, len(one.tokens) + 1))
+        assert len(one.tokens) <= TOKENS
+        sums = [sum(row) for row in one.rows]
+        if model.config.qbench_normalizer == "softmax":
+            assert sums == pytest.approx([1.0] * len(sums), abs=2e-3)
+        else:
+            assert all(total <= 1.001 for total in sums)

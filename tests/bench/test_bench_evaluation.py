@@ -5,16 +5,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from lm_eval.tasks import TaskManager
 from loading import load_model
 from scoring_models import settings
+from small_recipe import qbench, small_recipe
+from tiny import write_tiny
 
+from qbench.bench import attention_speed, command_speed
 from qbench.bench import evaluation_speed as evaluation
+from qbench.bench.attention_speed import Shape, bench_attention
 from qbench.bench.evaluation_speed import MODES, compare, table
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
+from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.scoring import Scorer
 from qbench.evaluation.tasks import plan_task
+from qbench.plan import plan
+from qbench.recipe import Recipe
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -93,3 +101,100 @@ def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, 
     assert row["scoring_seconds"] > 0
     assert (row["largest_difference"], row["mean_difference"]) == (None, None)
     assert "nan" not in table(found)
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path):
+    with pytest.raises(UnavailableError, match=r"CUDA GPU, and none is here$"):
+        bench_attention(tmp_path / "attention.json", True, (), log=print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flop_count_the_pairs_that_are_seen():
+    shape = Shape(2, 2000, 4, 4, 64)
+    seen = torch.ones(2000, 2000, dtype=torch.bool).tril()
+    assert shape.flop("causal") == 4 * 2 * 4 * 64 * int(seen.sum())
+    assert shape.flop("window") == 4 * 2 * 4 * 64 * int(seen.triu(-1023).sum())
+
+
+def test_every_timed_shape_has_a_length_that_is_checked():
+    shapes = (*attention_speed.SHAPES, attention_speed.DECODE)
+    assert {shape.head_dim for shape in shapes} == set(attention_speed.CHECKED)
+
+
+# `qbench bench cells`: tokens per second of finished cells.
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_each_finished_cell_of_this_machine_has_a_speed(tmp_path, capsys):
+    recipe = small_recipe(tmp_path, quantizers=["fp32", "rtn-4bit"], tasks=["demo_pages"],
+                          evaluation={"limit": 1, "damage": False})  # fmt: skip
+    results, file = tmp_path / "results", tmp_path / "cells.json"
+    assert qbench("run", recipe, "--out", results, "--device", "cpu", "--only", "softmax/*") == 0
+    command = ("bench", "cells", results, "--tokens", 2, "--device", "cpu", "--out", file)
+    assert qbench(*command) == 0
+    measured = json.loads(file.read_text())
+    assert [row["cell"] for row in measured["rows"]] == ["softmax/fp32", "softmax/rtn-4bit"]
+    assert all(row["tokens_per_second"] > 0 for row in measured["rows"])
+    assert "torch" in measured["environment"]["versions"]
+
+
+# The bench of generated answers, on a tiny shape.
+
+
+def test_it_times_what_it_checked_and_prints_no_more(tmp_path, capfd):
+    """Answers that are not those of HFLM in float32 would be an error."""
+    out = tmp_path / "bench.json"
+    sizes = ("--prompts", 6, "--prompt", 20, "--tokens", 9, "--batch-size", 4)
+    options = ("--shape", "tiny", "--device", "cpu", *sizes, "--out", out)
+    assert qbench("bench", "generation", *options) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["normalizer"] for row in rows] == ["softmax"] * 4 + ["softpick"] * 4
+    assert all(row["seconds"] > 0 for row in rows)
+    printed = capfd.readouterr()
+    assert printed.out == out.with_suffix(".md").read_text()
+    *progress, last = printed.err.splitlines()  # no library's notes
+    assert [line.partition(":")[0] for line in progress] == [
+        f"{row['normalizer']}, {row['what']}".partition(":")[0] for row in rows
+    ]
+    assert last == f"written: {out}, {out.with_suffix('.md')}"
+
+
+# lm-eval's own command beside ours asks the same of the same model.
+
+
+@pytest.fixture
+def planned(tmp_path):
+    checkpoints = {"a": str(write_tiny(tmp_path / "a", "llama"))}
+    path = small_recipe(tmp_path, checkpoints=checkpoints, quantizers=["fp32"])
+    return plan(Recipe.load(path), device="cpu")
+
+
+def test_its_definitions_have_the_plans_documents(tmp_path, planned):
+    command = command_speed.lm_eval_command(planned, tmp_path / "definitions")
+    manager = TaskManager(include_path=str(tmp_path / "definitions"), include_defaults=False)
+    names = command[command.index("--tasks") + 1].split(",")
+    theirs = manager.load(names)["tasks"]
+    for spec, name in zip(planned.tasks, names, strict=True):
+        documents = [list(task.eval_docs) for task in (theirs[name], load_task(spec).task)]
+        assert json.dumps(documents[0]) == json.dumps(documents[1])
+
+
+def test_commands_are_shares_of_lm_evals_mean(tmp_path, planned, monkeypatch):
+    ends = iter([0])
+
+    def done(command, **_):
+        code = next(ends) if "lm_eval" not in command else 0
+        return type("Done", (), {"returncode": code, "stderr": "Traceback:\n  File x\nno memory\n"})
+
+    monkeypatch.setattr(command_speed.subprocess, "run", done)
+    clock = iter([0, 10, 10, 13, 13, 27])
+    monkeypatch.setattr(command_speed.time, "perf_counter", lambda: next(clock))
+    rows = command_speed.bench_command(planned, tmp_path / "r.yaml", ["a/fp32"], log=lambda _: None)
+    assert [row["seconds"] for row in rows] == [10, 3, 14]
+    assert rows[1]["speed"] == 0.25
+    ends, clock = iter([1]), iter(range(4))
+    with pytest.raises(
+        EvaluationError,
+        match=r"^qbench run, all cells: no memory; the command was .* -m qbench run ",
+    ):
+        command_speed.bench_command(planned, tmp_path / "r.yaml", [], log=lambda _: None)

@@ -1,13 +1,17 @@
 """From a folder to a Checkpoint: what is accepted, and how the rest is refused."""
 
+import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints.folders import CONFIG, write
+from transformers import AutoTokenizer
 
 from qbench.checkpoints import find
+from qbench.checkpoints.from_gguf import tokenizer_problem
 from qbench.checkpoints.tokenizer import load_tokenizer, tokenizer_difference
 from qbench.errors import CheckpointError
 
@@ -155,3 +159,32 @@ def test_how_a_tokenizer_writes_what_cuts_nothing_is_no_difference(tmp_path):
     (first / "tokenizer.json").write_text((DEMO / "tokenizer.json").read_text())
     (second / "tokenizer.json").write_text(json.dumps(rules))
     assert tokenizer_difference(find(str(second)), find(str(first))) is None
+
+
+# A tokenizer that transformers reads from a GGUF file is compared with the file.
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+def without_merges(tokenizer):
+    """As transformers 5.17 reads Gemma's from GGUF: words are split into short pieces."""
+    split = copy.copy(tokenizer)
+    split.encode = lambda text, **options: [
+        i for letter in text for i in tokenizer.encode(letter, **options)
+    ]
+    return split
+
+
+def asks(value):
+    return SimpleNamespace(contents=lambda: value)
+
+
+def test_a_tokenizer_that_splits_its_own_entries_or_leaves_bos_out_is_named(tokenizer):
+    assert tokenizer_problem(tokenizer, None) is None
+    assert tokenizer_problem(tokenizer, asks(False)) is None
+    assert "tokens are one token again" in tokenizer_problem(without_merges(tokenizer), None)
+    begins = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
+    assert begins or "without BOS" in tokenizer_problem(tokenizer, asks(True))

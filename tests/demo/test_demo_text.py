@@ -1,5 +1,6 @@
 """The demo's text: the same from the same seed, held out as it claims, and well formed."""
 
+import json
 import subprocess
 import sys
 
@@ -31,3 +32,16 @@ def test_no_three_sentences_of_an_evaluation_document_stand_in_other_text(made, 
     assert len(held_out) > 1_000
     for text in [*training, *(row["text"] for row in calibration)]:
         assert held_out.isdisjoint(sentence_triples(text))
+
+
+# The demo's pair: its on-disk format, alike in all but the normalizer, and far above chance.
+
+
+PAIR = {"softmax": "parallel_attn", "softpick": "parallel_softpick_attn"}
+
+
+@pytest.mark.parametrize("file", ["config.json", "training.json"])
+def test_the_pair_differs_only_in_its_attention(demo, file):
+    first, second = (json.loads((demo / name / file).read_text()) for name in PAIR)
+    different = {key for key in {*first, *second} if first.get(key) != second.get(key)}
+    assert different == {"config.json": {"attn_impl"}, "training.json": {"attention", "loss"}}[file]

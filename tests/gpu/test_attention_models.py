@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.checkpoint
-from gpu_tensors import draw
 from normalizer_parameters import attach
 
 from qbench.attention import kernels
@@ -14,6 +13,14 @@ from qbench.evaluation.scoring.generate import cache_argument
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("softmax", "softpick", "sigmoid", "softmax-sink", "scalable-softpick")
+
+
+def draw(*shape, dtype=torch.bfloat16, seed=0):
+    """[B, H, T, D] in the memory of [B, T, H, D], as models have it."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    batch, heads, length, width = shape
+    tensor = torch.randn(batch, length, heads, width, device="cuda", generator=generator)
+    return tensor.to(dtype).transpose(1, 2)
 
 
 def relative_error(got, truth):

@@ -1,9 +1,12 @@
 """Block by block on a GPU: the scores of a resident model, to the bit, in less memory."""
 
+import os
+
 import pytest
 import torch
 from small_recipe import DEMO, qbench, small_recipe
 
+from qbench.runner.workers import Workers
 from qbench.store import Store
 
 
@@ -63,3 +66,25 @@ def test_blocks_on_two_gpus_give_the_bits_of_one(tmp_path, monkeypatch, scoring)
     found = runs(tmp_path, monkeypatch, scoring, {"stream": False}, {"device_map": "auto"})
     details = {stage.name: stage.detail for stage in found[1][0].stages}
     assert details["load"] == "over several GPUs"
+
+
+# Worker processes with a GPU each.
+
+
+PATIENCE = 120
+
+
+def summed():
+    import time
+
+    time.sleep(0.5)  # so that each of two processes has one
+    ones = torch.ones(64, 64, device="cuda")
+    return os.getpid(), float((ones @ ones).sum())
+
+
+def test_processes_use_the_gpu():
+    with Workers([0, 0], device="cuda") as executor:
+        found = [executor.submit(summed) for _ in range(2)]
+        found = [call.result(timeout=PATIENCE) for call in found]
+    assert {total for _, total in found} == {64.0**3}
+    assert len({pid for pid, _ in found}) == 2

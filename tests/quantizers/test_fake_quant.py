@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qbench.quantizers import packed
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence
@@ -208,3 +209,30 @@ def test_a_fixed_scale_clips_what_is_beyond_it(name):
     found = fake_quantize(torch.tensor([[-100.0, 100.0]]), form, fixed)
     low = -2.0 if "zero" in name else -3.0
     assert found.flatten().tolist() == pytest.approx([low, 3.0], rel=6e-3)
+
+
+# Codes packed to their real bits, and the grid that they stand for.
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("width", [1, 9, 64])
+def test_unpacking_gives_back_every_code(bits, width):
+    codes = torch.randint(0, 2**bits, (5, width), generator=seeded(), dtype=torch.uint8)
+    assert torch.equal(packed.unpack_codes(packed.pack_codes(codes, bits), bits, width), codes)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("size", [1, 8, 33])
+def test_a_weight_inside_the_grid_moves_half_a_step_at_most(bits, symmetric, size):
+    weight = torch.randn(11, 3, size, generator=seeded())
+    scale, zero = packed.grid(weight, bits, symmetric=symmetric)
+    codes = packed.nearest(weight, scale, zero, bits)
+    inside = (weight / scale + zero >= -0.5) & (weight / scale + zero <= 2**bits - 0.5)
+    moved = ((codes - zero) * scale - weight).abs()
+    assert inside.float().mean() > 0.5
+    assert bool((moved <= scale * 0.5001)[inside].all())

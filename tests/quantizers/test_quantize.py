@@ -1,15 +1,40 @@
 """Every quantizer on softmax and on softpick: audited, unchanged attention, more bits less harm."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from quantizer_models import DIGEST, check, llama, logits, make, packed_layer, settings, unpacked
+from normalizer_parameters import attach
+from plugins import toy_quantizer  # it registers sign-1bit
+from quantizer_models import (
+    DIGEST,
+    check,
+    damage,
+    llama,
+    logits,
+    make,
+    packed_layer,
+    parse,
+    settings,
+    unpacked,
+)
+from torch import nn
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    quantize_,
+)
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from qbench.errors import QuantizationError
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.transformers import set_attention
+from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers import config_of, hqq, packed
+from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.linear import linears
+from qbench.quantizers.noise_floor import ONE_IN, moved
 from qbench.quantizers.quantize import quantize, shapes_of
 
 CASES = [
@@ -216,3 +241,111 @@ def test_weights_whose_hqq_scales_are_not_finite_are_named():
         layer.weight[:, ::2], layer.weight[:, 1::2] = 3e38, -3e38
     with pytest.raises(QuantizationError, match="hqq-4bit: layer: hqq gave scales that are not"):
         hqq.quantize("layer", layer, settings("hqq-4bit").weights)
+
+
+# KL's noise floor: the unquantized model with noise of the size of rounding.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_twelfth_of_the_values_move_by_a_unit_in_the_last_place(dtype):
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = moved(x, 3)
+    unit = torch.finfo(dtype).eps * 2.0 ** x.double().abs().log2().floor()
+    steps = (found.double() - x.double()) / unit
+    changed = steps != 0
+    assert float(changed.double().mean()) == pytest.approx(1 / ONE_IN, rel=0.05)
+    assert float(steps.mean()) == pytest.approx(0, abs=0.01)
+    assert float(steps.square().mean()) == pytest.approx(1 / 12, rel=0.06)
+    assert torch.equal(moved(x[5:6], 3), found[5:6])
+    assert not torch.equal(moved(x, 4), found)
+
+
+def test_what_is_zero_or_not_finite_stays():
+    x = torch.tensor([[0.0, -0.0, torch.inf, -torch.inf]] * 64)
+    assert torch.equal(moved(x, 0), x)
+
+
+def test_the_floor_lies_below_quantization_and_passes_the_audit(tmp_path):
+    original = llama(dtype=torch.bfloat16)
+    found = {}
+    for name in ("noise-floor", "rtn-8bit"):
+        more = {"group_size": 32} if name == "rtn-8bit" else {}
+        config = config_of({"name": name, **more}, compute_dtype="bfloat16")
+        model = make(config, tmp_path)
+        found[name] = damage(model, original)
+        result = audit(llama(dtype=torch.bfloat16), model, config, torch.arange(46).reshape(2, 23))
+        assert result.problems == ()
+        assert torch.equal(logits(model), logits(model))
+    assert 0 < found["noise-floor"] < found["rtn-8bit"]
+
+
+# Weights, activations and KV cache of few bits under every normalizer: quantized, and audited.
+
+
+QUANTIZERS = {
+    "gptq": settings("gptq-4bit"),
+    "parts": config_of(
+        {
+            "weights": {"name": "rtn-4bit", "group_size": 32},
+            "activations": "int8-token",
+            "kv": "int4-token",
+        },
+        compute_dtype="float32",
+    ),
+}
+
+
+def model_with(normalizer):
+    model = attach(llama(), normalizer)
+    set_attention(model, normalizer=normalizer)
+    return model
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_a_model_is_quantized_and_passes_its_audit(normalizer, name, tmp_path):
+    quantizer, original = QUANTIZERS[name], model_with(normalizer)
+    before = logits(original)
+    model = make(quantizer, tmp_path, model=model_with(normalizer))
+    assert model.config._attn_implementation == f"qbench-{normalizer}-reference"
+    report = check(model, quantizer, original)
+    assert report.problems == ()
+    assert report.logits_moved > 0
+    assert (report.kv_cache is not None) == (name != "gptq")
+    moved = logits(model) - before
+    assert 0 < float(moved.square().mean().sqrt()) < float(before.std())
+    for layer in model.model.layers:  # what it attends with is no weight matrix, and stays
+        for parameter in NORMALIZERS.get(normalizer).parameters:
+            if parameter.required:
+                assert getattr(layer.self_attn, parameter.attribute).dtype == torch.float32
+
+
+# One file outside the package is enough for a new quantizer, and what the audit makes of modules
+
+
+def test_its_settings_are_checked_keyed_and_explained():
+    chosen = parse("sign-1bit", {"gain": 1})
+    assert json.loads(json.dumps(chosen.to_dict())) == chosen.to_dict()
+    assert (chosen.to_dict()["gain"], chosen.title) == (1.0, "Signs")
+    with pytest.raises(RecipeError, match="gain must be less than 2, not 7"):
+        parse("sign-1bit", {"gain": 7})
+    with pytest.raises(RecipeError, match="sign has no 2-bit; it has 1"):
+        parse("sign-2bit", {})
+
+
+def test_its_own_file_is_part_of_its_key(tmp_path, monkeypatch):
+    """The digest of qbench's modules does not know of it."""
+    before, changed = parse("sign-1bit").to_dict(), tmp_path / "changed.py"
+    changed.write_text(Path(toy_quantizer.__file__).read_text() + "# changed\n")
+    monkeypatch.setattr(toy_quantizer, "__file__", str(changed))
+    assert parse("sign-1bit").to_dict()["source"] != before["source"]
+    assert "source" not in parse("rtn-4bit").to_dict()
+
+
+@pytest.mark.parametrize("config", [Int8DynamicActivationInt8WeightConfig, Float8WeightOnlyConfig])
+def test_a_model_that_torchao_quantized_does_not_pass_for_an_unquantized_one(config):
+    model = llama()
+    body = lambda module, name: isinstance(module, nn.Linear) and "lm_head" not in name  # noqa: E731
+    quantize_(model, config(set_inductor_config=False), filter_fn=body)
+    report = check(model, parse("fp32"))
+    assert len([line for line in report.problems if "not a plain weight in float32" in line]) == 14

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from quantizer_models import check
+from quantizer_models import check, damage
 from quantizer_models import make as quantized
 from treated_models import decoder
 
-from qbench.quantizers import config_of, rotation
+from qbench.quantizers import config_of, rotation, scaled_linear
+from qbench.quantizers.registry import settings_of
 
 GPTQ = {"name": "gptq-4bit", "group_size": 16}
 WEIGHTS = {
@@ -77,3 +78,56 @@ def test_a_treatment_that_changes_the_function_fails(tmp_path, monkeypatch):
     chosen = quantizer(WEIGHTS["rtn"], TRANSFORMS["rotation"])
     report = judged(chosen, make(chosen, tmp_path))
     assert any("the transform moved" in line for line in report.problems)
+
+
+# Weights as codes times scales pass their audit, and equal those of compressed-tensors.
+
+
+BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "mxfp8": 8.25}
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [("int8-row", "float32"), ("fp8", "bfloat16"), ("fp8-matrix", "float32"),
+     ("nvfp4", "float32"), ("mxfp4", "bfloat16"), ("mxfp8", "float32")],
+)  # fmt: skip
+def test_codes_times_scales_are_weight_quantizers_on_their_own(weights, dtype, tmp_path):
+    chosen = config_of({"name": weights}, compute_dtype=dtype)
+    model = make(chosen, tmp_path, "llama-wide")
+    report = judged(chosen, model, "llama-wide")
+    assert report.problems == ()
+    bits = BITS.get(weights, 8)
+    assert report.levels <= 2 ** int(bits)
+    assert bits <= report.bits_per_weight < bits + 0.8
+    moved = damage(model, decoder("llama-wide", dtype=getattr(torch, dtype)))
+    assert moved < (0.1 if bits >= 8 else 0.5)
+
+
+PRESETS = {
+    "nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "mxfp8": "MXFP8A16", "fp8-row": "FP8_DYNAMIC",
+    "int8-row": "INT8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("spread", [1e-4, 1.0, 300.0])
+def test_weights_are_those_of_compressed_tensors_to_the_bit(name, spread):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    args = quantization.preset_name_to_scheme(PRESETS[name], ["Linear"]).weights
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(0)) * spread
+    weight[:, 32:64] *= torch.logspace(-3, 3, 48)[:, None]
+    weight[3, 64:] = 0
+    weight[4, :16] = torch.tensor([6.0, 1.75, 1.25, 0.25, -0.75, 2.5, 5.0, 3.5] * 2)  # ties
+    groups = weight.unflatten(1, (-1, args.group_size or 128))
+    whole = generate_gparam(weight.min(), weight.max()) if name == "nvfp4" else None
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale=whole)
+    expected = fake_quantize(weight, scale.float(), zero, args, global_scale=whole)
+    layer = torch.nn.Linear(128, 48, bias=False)
+    layer.weight.data = weight
+    settings = settings_of(name)
+    tensors = scaled_linear.quantize("layer", layer, settings)
+    made = scaled_linear.from_packed(layer, tensors, settings)
+    assert torch.equal(made.weight32(), expected)

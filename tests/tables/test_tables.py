@@ -2,6 +2,9 @@
 
 import csv
 import io
+import math
+import re
+from pathlib import Path
 
 import pytest
 from synthetic import key, make_store
@@ -9,6 +12,7 @@ from synthetic import key, make_store
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, ResultsError
 from qbench.tables import render, score_tables
+from qbench.tables.frames import COLUMNS
 from qbench.tables.scores import by_method
 
 SMALL = {"arc_easy": 53, "lambada_openai": 71, "wikitext": 7}
@@ -139,3 +143,63 @@ def test_precisions_are_compared_with_the_one_that_is_named(tmp_path, checkpoint
     assert loss.family == 2 * len(checkpoints)  # metrics
     with pytest.raises(ResultsError, match="--against nf4: not a quantized column; possible: b"):
         compare(store, against="nf4")
+
+
+# Every column of tables.csv is explained in one table of the docs.
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "tables.md"
+
+
+def test_every_column_is_in_the_table_of_the_docs():
+    table = PAGE.read_text().split("## tables.csv")[1]
+    names = set(re.findall(r"`([a-z0-9_…]+)`", table))
+    contrasts = [name.removesuffix("…") for name in names if re.fullmatch(r"[a-z]+…", name)]
+    endings = [name.removeprefix("…") for name in names if name.startswith("…")]
+    shown = {contrast + ending for contrast in contrasts for ending in ["", *endings]}
+    assert set(COLUMNS) - names - shown == set()
+
+
+# Perplexities are compared by their ratio, and damage stands below each delta table.
+
+
+def of_perplexities(row):
+    return row["metric"].endswith("perplexity")
+
+
+def test_perplexities_have_no_interval_error_or_damage_on_the_raw_scale_in_the_csv(tested):
+    rows = list(csv.DictReader(io.StringIO(render(tested, format="csv"))))
+    asked = [row for row in rows if row["delta_p"] or row["damage_p"]]
+    raw = [f"{question}{part}" for question in ("delta", "damage", "did")
+           for part in ("_stderr", "_low", "_high")] + ["damage", "did"]  # fmt: skip
+    perplexities = [row for row in asked if of_perplexities(row)]
+    assert len(perplexities) > 10
+    assert {row[column] for row in perplexities for column in raw} == {""}
+    others = [row for row in asked if not of_perplexities(row)]
+    assert {row["did_log_ratio"] for row in others} == {""}
+    for row in perplexities:
+        if row["delta"]:
+            ends = [float(row[f"delta_log_ratio{end}"]) for end in ("_low", "", "_high")]
+            assert ends == sorted(ends)
+            base = next(
+                r for r in rows if r["checkpoint"] == "softmax"
+                and all(r[name] == row[name] for name in ("task", "metric", "quantizer"))
+            )  # fmt: skip
+            assert float(row["delta"]) == float(row["value"]) - float(base["value"])
+            ratio = float(row["value"]) / float(base["value"])
+            assert ends[1] == pytest.approx(math.log(ratio), abs=1e-9)
+
+
+def test_damage_and_its_difference_stand_below_each_delta_table_as_ratios(tested):
+    text = render(tested)
+    assert "Records: ." not in text
+    assert "softpick’s − softmax’s" in text
+    line = next(line for line in tested.lines if line.metric == "word_perplexity" and line.damages)
+    shown = [float(number) for number in re.findall(r"\d+\.\d+", text)]
+    for effect in (*line.damages.values(), *line.differences.values()):
+        for value in (effect.estimate, effect.interval.low, effect.interval.high):
+            assert any(number == pytest.approx(math.exp(value), abs=6e-4) for number in shown)
+    assert "× [" in text
+    accuracy = next(line for line in tested.lines if line.differences and line.percent)
+    told = f"{100 * accuracy.differences['softpick'].estimate:+.2f}".replace("-", "−")
+    assert told in text
