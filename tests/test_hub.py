@@ -1,8 +1,6 @@
 """What the hub gives is used; what it refuses is one line with the library's own reason."""
 
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -13,7 +11,6 @@ from small_recipe import DEMO
 from qbench import hub
 from qbench.checkpoints import find
 from qbench.errors import CheckpointError, DataError
-from qbench.plan import Plan
 from qbench.quantizers.texts import find_text
 
 try:
@@ -80,18 +77,6 @@ def test_a_checkpoint_of_the_hub_is_read_from_the_folder_that_it_is_downloaded_t
     assert (hub_id, revision) == ("owner/name", "v1")
     assert {"model*.safetensors", "config.json", "tokenizer*.json"} <= set(patterns)
     assert not any(re.search(r"bin|pt", pattern) for pattern in patterns if "*" in pattern)
-
-
-@pytest.mark.parametrize(
-    ("folder", "revision", "source"),
-    [("snapshots/0123456789abcdef", "main", "owner/name @ 0123456789ab"),
-     ("models/own", "v1", "owner/name @ v1"), ("models/own", None, "owner/name")],
-)  # fmt: skip
-def test_a_models_source_names_the_commit_that_was_read(folder, revision, source):
-    cell = SimpleNamespace(checkpoint_name="mine", checkpoint=SimpleNamespace(folder=Path(folder)))
-    entry = SimpleNamespace(path="owner/name", revision=revision)
-    plan = SimpleNamespace(recipe=SimpleNamespace(checkpoints={"mine": entry}), cells=(cell,))
-    assert Plan.source(plan, "mine") == source
 
 
 def test_calibration_text_that_the_hub_lacks_is_one_line(monkeypatch):

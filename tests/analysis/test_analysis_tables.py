@@ -9,7 +9,6 @@ import pytest
 
 from qbench.store import Analyses, Store
 from qbench.tables.analyses import analyses_csv, load_analyses, table_4
-from qbench.viewer.figures import write_analyses
 
 PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
 CHECKPOINTS = ("softmax.1", "softmax.2", "softpick.1", "softpick.2")
@@ -74,14 +73,3 @@ def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
     for one in analyses.records():
         analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
     assert load_analyses(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
-
-
-@pytest.mark.slow
-def test_figures_and_numbers_of_analyses_are_files_that_come_out_alike(tmp_path):
-    shutil.copytree(PAIR / "analysis", tmp_path / "analysis")
-    written = [{path.name: path.read_bytes() for path in write_analyses(Store(tmp_path))}
-               for _ in range(2)]  # fmt: skip
-    assert written[0] == written[1]
-    names = {"tables.md", "analyses.csv", "boxes.svg", "sinks.svg"}
-    assert names <= written[0].keys()
-    assert b"softpick/bf16" in written[0]["boxes.svg"]  # text stays text

@@ -10,7 +10,7 @@ from published_copies import copy_of
 from published_copies import original as as_llama
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.analysis.sensitivity import Baseline, Unit, exchanged, units
+from qbench.analysis.sensitivity import Baseline, Unit, exchanged
 from qbench.checkpoints import find
 from qbench.errors import EvaluationError, RecipeError
 from qbench.quantizers.linear import linears
@@ -75,18 +75,6 @@ def test_a_part_without_numbers_is_refused(models):
     base = Baseline(original, torch.randint(3, 400, (2, 20)), batch=2)
     with pytest.raises(EvaluationError, match="up_proj: quantized, the model's logits"):
         base.against(Unit(name=name, layer=0, modules=(name,)), broken)
-
-
-def test_units_are_linear_layers_or_decoder_layers(models):
-    original, _ = models
-    names = list(linears(original))
-    single = units(original, names, blocks=False)
-    assert [unit.name for unit in single] == names
-    assert [unit.layer for unit in single] == [index for index in range(4) for _ in range(7)]
-    blocks = units(original, names[:14], blocks=True)
-    assert [(unit.name, len(unit.modules)) for unit in blocks] == [
-        ("model.layers.0", 7), ("model.layers.1", 7),
-    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -3,9 +3,6 @@
 import io
 import os
 import re
-import subprocess
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +16,7 @@ from qbench import machine
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.runner.dask import _token, connected, describe, require_fit, requirements
+from qbench.runner.dask import connected, require_fit, requirements
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.store import Store
@@ -66,27 +63,6 @@ def test_a_worker_that_does_not_fit_ends_the_run_in_one_line(changes, said):
         return
     with pytest.raises(UnavailableError, match=f"worker tcp://w:1 has {said}"):
         require_fit("tcp://w:1", needed | changes, needed)
-
-
-def test_a_folder_is_seen_by_the_file_that_the_run_put_there(tmp_path):
-    worker = SimpleNamespace(state=SimpleNamespace(nthreads=1))
-    for seen in (True, False):
-        (tmp_path / "token").touch() if seen else (tmp_path / "token").unlink()
-        about = describe([str(tmp_path / "token")], "cpu", worker)
-        assert about[f"access to {tmp_path}"] is seen
-
-
-def test_what_a_killed_run_left_to_be_seen_is_removed_by_the_next(tmp_path, monkeypatch):
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "getpid", lambda: dead.pid)
-        killed = _token(tmp_path)
-        left = Path(killed.__enter__())
-    with _token(tmp_path) as token:
-        assert not left.exists()
-        assert list(tmp_path.iterdir()) == [Path(token)]
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("address", ["nowhere.json", "tcp://127.0.0.1:9", "local:2"])

@@ -63,20 +63,6 @@ def answers(draw, documents):
         yield column(old), column(np.where(flips, 1 - old, old))
 
 
-def partly_right(draw, documents):
-    """The f1 of an answer's words: a margin for perplexities passed 82 to 90 of 100."""
-    old = np.clip(draw.normal(0.5, 0.6, documents), 0, 1)
-    while True:
-        changed = draw.random(documents) < verdict.FLIPS
-        yield column(old), column(np.where(changed, draw.permutation(old), old))
-
-
-def perplexities(draw, documents):
-    old = column(-np.abs(draw.normal(1.0, 0.8, documents)))
-    while True:
-        yield old, column(old.values + draw.normal(0, verdict.MOVES * old.values.std(), documents))
-
-
 def pages(draw, documents):
     """Of different lengths: 90 of 100 passed at a margin for as many of one length."""
     while True:
@@ -90,8 +76,6 @@ def pages(draw, documents):
     ("metric", "aggregation", "pairs", "documents", "least"),
     [  # of 50 lines, all pass 95 times of 100: 999 of 1,000 each
         *(("acc", "mean", answers, n, 297) for n in (60, 200, 2400)),
-        *(("f1", "mean", partly_right, n, 297) for n in (60, 1000)),
-        *(("perplexity", "perplexity", perplexities, n, 297) for n in (16, 200)),
         ("word_perplexity", "weighted_perplexity", pages, 62, 285),  # the bound is wider there
     ],
 )

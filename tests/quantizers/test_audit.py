@@ -374,16 +374,6 @@ def test_weights_on_the_formats_own_levels_pass_and_an_unquantized_layer_does_no
     assert f"{LAYER}: the weights are the original's: nothing was quantized" in problems
 
 
-def test_matrices_of_four_numbers_are_not_judged_by_chance(tmp_path):
-    chosen, model = settings("rtn-4bit", group_size=-1), llama()
-    for seed in range(20):
-        torch.manual_seed(seed)
-        layer = nn.Linear(2, 2, bias=False).requires_grad_(False)
-        model.model.layers[0].mlp.add_module(f"small{seed}", layer)
-    report = check(make(chosen, tmp_path, model=copy.deepcopy(model)), chosen, model)
-    assert report.problems == ()
-
-
 class Casting(nn.Module):
     """As DeepSeek V3.2's indexer, which casts its input to the dtype of a weight."""
 

@@ -18,7 +18,6 @@ from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import QuantizationError, RecipeError
 from qbench.plan import plan
 from qbench.quantizers.calibration import Calibration, read_calibration
-from qbench.quantizers.methods import by_llamacpp
 from qbench.quantizers.registry import settings_of
 from qbench.quantizers.texts import CalibrationText
 from qbench.recipe import Recipe
@@ -104,22 +103,6 @@ def test_a_command_writes_a_copy(tmp_path, monkeypatch):
     assert record.audit.passed
     assert record.method == "command"
     assert 8 < record.audit.size.bits_per_weight < 8.5
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_a_gguf_file_holds_the_codes_of_the_gguf_package(tmp_path):
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("xllamacpp")
-    whole, out = original(tmp_path / "whole"), tmp_path / "made"
-    out.mkdir()
-    by_llamacpp.make(whole, out, None, settings_of("gguf-q8_0"))
-    weights = load_file(whole / "model.safetensors")
-    stored = {one.name: one for one in gguf.GGUFReader(out / "model.gguf").tensors}
-    expected = gguf.quantize(
-        weights["model.layers.0.mlp.up_proj.weight"].float().numpy(),
-        gguf.GGMLQuantizationType.Q8_0,
-    )
-    assert (stored["blk.0.ffn_up.weight"].data == expected).all()
 
 
 def tensors(file):

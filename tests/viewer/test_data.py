@@ -48,15 +48,6 @@ def test_the_overview_has_the_effects_of_the_comparison(folder):
     assert 0 < int(found[1]) <= asked  # accuracies at chance are not tested
 
 
-def test_over_seeds_too_each_question_stands_once(tmp_path):
-    names = [f"{kind}.{seed}" for kind in ("softmax", "softpick") for seed in (1, 2)]
-    groups = {"softmax": names[:2], "softpick": names[2:]}
-    fill(tmp_path / "grid", checkpoints=names, replicates=groups)
-    shown = Results(WholeStore(tmp_path / "grid")).payload("overview", wait=True)
-    assert {one["metric"] for one in shown["by_group"]} == {one["metric"] for one in shown["lines"]}
-    assert "byte_perplexity" not in {one["metric"] for one in shown["by_group"]}
-
-
 def test_scores_are_there_before_intervals(folder, monkeypatch):
     go_on = threading.Event()
 
