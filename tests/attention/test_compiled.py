@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from qbench.attention import transformers as interface
-from qbench.attention.masks import BLOCKS_JOINED_LAST, mask_interface, positions_counted
+from qbench.attention.masks import BLOCKS_JOINED_LAST, positions_counted
 from qbench.attention.transformers import set_attention
 from qbench.errors import UnavailableError
 from qbench.evaluation.scoring.generate import cache_argument
@@ -189,17 +189,6 @@ def test_mixed_dtypes_under_autocast_are_cast_as_torchs_own_attention_casts_them
     )
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, expected)
-
-
-def test_a_window_is_told_from_chunks_by_the_configuration():
-    class Chunked:
-        sliding_window, attention_chunk_size = 4, 4
-
-    mask = mask_interface("triton")
-    made = mask(1, 9, 9, local_size=4, config=Chunked())
-    assert not made.no_dense_mask
-    Chunked.attention_chunk_size = None
-    assert mask(1, 9, 9, local_size=4, config=Chunked()).window == 4
 
 
 @pytest.mark.parametrize("normalizer", ["softpick", "sigmoid", "scalable-softmax"])

@@ -56,13 +56,9 @@ def test_a_layer_that_is_quantized_by_another_pattern_s_settings_fails_the_audit
 
 
 def test_a_text_says_what_a_mapping_says():
+    layers = {"*.down_proj": "gptq-8bit:group_size=64", "*": "gptq-4bit"}
     text = config_of("mixed:layers=[*.down_proj=gptq-8bit:group_size=64,*=gptq-4bit]")
-    assert text == mixed_of("bfloat16", {"*.down_proj": "gptq-8bit:group_size=64",
-                                         "*": "gptq-4bit"})  # fmt: skip
-
-
-def mixed_of(dtype, layers):
-    return config_of({"name": "mixed", "layers": layers, "compute_dtype": dtype})
+    assert text == config_of({"name": "mixed", "layers": layers, "compute_dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize(
@@ -140,12 +136,14 @@ def test_embeddings_that_look_up_other_weights_than_their_layer_s_fail_the_audit
     assert any("not quantized: model.embed_tokens" in line for line in problems)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
-def test_gptq_of_head_or_embeddings_is_refused_when_planned(name):
-    with pytest.raises(RecipeError, match=f"layers: {name}: gptq-4bit takes linear layers alone"):
-        mixed(**{name: "gptq-4bit", "*": "rtn-4bit"}).check({}, "cpu")
-
-
-def test_mixed_without_layers_is_refused_when_planned():
-    with pytest.raises(RecipeError, match=r"mixed: layers: write \{pattern: quantizer\}"):
-        config_of("mixed").check({}, "cpu")
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ({"lm_head": "gptq-4bit", "*": "rtn-4bit"}, "lm_head: gptq-4bit takes linear layers alone"),
+        ({"model.embed_tokens": "gptq-4bit"}, "embed_tokens: gptq-4bit takes linear layers alone"),
+        ({}, r"mixed: layers: write \{pattern: quantizer\}"),
+    ],
+)
+def test_what_no_layer_can_have_is_refused_when_planned(layers, words):
+    with pytest.raises(RecipeError, match=words):
+        mixed(**layers).check({}, "cpu")

@@ -68,12 +68,6 @@ def test_smoothing_keeps_channels_that_calibration_never_reaches():
     assert (scales[12:] != 1).all()
 
 
-def test_rotating_unties_the_head_from_the_embeddings():
-    model = transformed(Rotation(), decoder("llama-tied"))
-    assert model.lm_head.weight is not model.model.embed_tokens.weight
-    assert not model.config.tie_word_embeddings
-
-
 @pytest.mark.parametrize(
     ("outliers", "config", "says"),
     [
