@@ -1,5 +1,6 @@
 """Weights that come to the device block by block: the same numbers, read once for all batches."""
 
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from qbench.cell import offload_policy
 from qbench.checkpoints.find import elements
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
+from qbench.quantizers import config_of, quantize
 from qbench.recipe import Recipe
 from qbench.store import Store
 from qbench.streaming import load_block, lockstep, stream, stream_of
@@ -117,6 +119,14 @@ def test_changes_to_a_block_are_forgotten_when_its_turn_is_over():
     assert torch.equal(layer.weight.data, before)
     last = [each.model.layers[3].mlp.up_proj.weight for each in (model, tiny())]
     assert torch.equal(*last)
+
+
+def test_layers_of_a_streamed_model_are_quantized_one_after_the_other(monkeypatch):
+    threads = set()
+    monkeypatch.setattr(quantize, "load_block", lambda *_: threads.add(threading.current_thread()))
+    model, config = stream(tiny(), "cpu"), config_of("rtn-4bit:group_size=16")
+    quantize.make(model, config, None, lambda *_: None)
+    assert threads == {threading.main_thread()}
 
 
 def test_a_model_without_blocks_is_refused():

@@ -62,6 +62,19 @@ def test_caches_are_rounded_alike(name, options, monkeypatch):
     assert equal(cache.rounded(keys, positions), wanted)
 
 
+def test_columns_of_gptq_may_lie_where_a_row_has_more_than_32_bits():
+    try:
+        memory = torch.empty(2**32 + 64)  # of which few places are touched
+    except RuntimeError:
+        pytest.skip("the machine does not give 17 GB of address space")
+    work, *rest = block_of((3, 16, 4, 1, ""))
+    far = memory.as_strided(work.shape, (2**30, 1), 2**31)
+    far.copy_(work)
+    memory[:16] = 0
+    expected, found = gptq_columns.block(work, *rest), gptq_columns.block(far, *rest)
+    assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("case", BLOCKS, ids=str)
 def test_columns_of_gptq_are_alike(case):
     work, *rest = block_of(case)

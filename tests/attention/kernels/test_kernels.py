@@ -9,7 +9,7 @@ from attention_cases import parameters as parameters_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention import kernels, reference
-from qbench.attention.kernels import forward, ops
+from qbench.attention.kernels import decode, forward, ops
 from qbench.attention.kernels.common import Launch
 from qbench.attention.normalizers import NORMALIZERS, Kernels
 from qbench.attention.normalizers.scalable import S
@@ -131,6 +131,30 @@ def test_decoding_reads_queries_whose_place_has_more_than_32_bits(memory):
     memory[:16] = 0
     got, expected = (
         kernels.attention(q, key, key, normalizer="softmax", causal=True) for q in (far, query)
+    )
+    assert torch.equal(got, expected)
+
+
+def test_decoding_writes_rows_whose_place_has_more_than_32_bits(memory):
+    far, lse = far_rows(memory), torch.zeros(1, 1, 3)
+    far.zero_()
+    partial = torch.ones(1, 1, 16, 18)
+    decode.combine[(1, 1)](
+        far, lse, partial, None, None, (1, 1), 3, 3, 1, far.stride()[:3],
+        NORM="softmax", FLAGS=0, BLOCK_R=16, V_HEAD_DIM=16,
+    )  # fmt: skip
+    assert (far == 1).all()
+
+
+def test_a_mask_may_lie_where_a_key_has_more_than_32_bits(memory):
+    mask = (
+        memory.view(torch.uint8).as_strided((1, 1, 3, 3), (1, 1, 1, STEP), 2**31).view(torch.bool)
+    )
+    mask.fill_(True)
+    memory[:8] = 0
+    query = torch.randn(1, 1, 3, 16)
+    got, expected = (
+        kernels.attention(query, query, query, normalizer="softmax", mask=m) for m in (mask, None)
     )
     assert torch.equal(got, expected)
 
