@@ -162,8 +162,7 @@ def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch, r
 
 
 @pytest.mark.parametrize(
-    ("command", "option", "value"),
-    [("run", "--workers", 2), ("run", "--cluster", "tcp://h:1")],
+    ("command", "option", "value"), [("run", "--workers", 2), ("run", "--cluster", "tcp://h:1")]
 )
 def test_a_recipe_that_has_all_gpus_takes_no_workers(tmp_path, command, option, value):
     path = small_recipe(tmp_path, evaluation={"device_map": "auto"})

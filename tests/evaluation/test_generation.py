@@ -65,10 +65,7 @@ def answers_of(lm, requests):
     return answers
 
 
-CACHES = (
-    {"name": "int4-token"},
-    {"name": "int4-token", "group_size": 8, "sink_tokens": 2},
-)
+CACHES = ({"name": "int4-token"}, {"name": "int4-token", "group_size": 8, "sink_tokens": 2})
 
 
 @pytest.mark.parametrize(

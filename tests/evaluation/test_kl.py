@@ -162,9 +162,7 @@ def table_of(**columns):
 def test_divergences_are_summarized_over_tokens_and_documents():
     result = distributions(
         table_of(
-            kl=np.array([1.0, 2, 0]),
-            agrees=np.array([True, False, True]),
-            document=np.arange(3),
+            kl=np.array([1.0, 2, 0]), agrees=np.array([True, False, True]), document=np.arange(3)
         )
     )
     assert result.kl.mean == 1

@@ -141,8 +141,7 @@ def tiny_model(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     stated = {**SMALL, **CONFIGS.get(kind, {})}
     config = AutoConfig.for_model(
-        kind,
-        **{k: v for k, v in {**stated, **changes}.items() if v is not None or k not in SMALL},
+        kind, **{k: v for k, v in {**stated, **changes}.items() if v is not None or k not in SMALL}
     )
     config.initializer_range = 0.15
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -111,9 +111,7 @@ def make(*of: Any, **more: Any) -> PreTrainedModel:
 
 
 def check(
-    quantized: PreTrainedModel,
-    chosen: QuantizationConfig,
-    original: PreTrainedModel | None = None,
+    quantized: PreTrainedModel, chosen: QuantizationConfig, original: PreTrainedModel | None = None
 ) -> Audit:
     """The audit against the tiny model, or ``original``."""
     original = original or llama(dtype=getattr(torch, chosen.compute_dtype))

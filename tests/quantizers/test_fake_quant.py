@@ -214,14 +214,12 @@ def test_a_fixed_scale_clips_what_is_beyond_it(name):
 # Codes packed to their real bits, and the grid that they stand for.
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("width", [1, 9, 64])
 def test_unpacking_gives_back_every_code(bits, width):
-    codes = torch.randint(0, 2**bits, (5, width), generator=seeded(), dtype=torch.uint8)
+    codes = torch.randint(
+        0, 2**bits, (5, width), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     assert torch.equal(packed.unpack_codes(packed.pack_codes(codes, bits), bits, width), codes)
 
 
@@ -229,7 +227,7 @@ def test_unpacking_gives_back_every_code(bits, width):
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("size", [1, 8, 33])
 def test_a_weight_inside_the_grid_moves_half_a_step_at_most(bits, symmetric, size):
-    weight = torch.randn(11, 3, size, generator=seeded())
+    weight = torch.randn(11, 3, size, generator=torch.Generator().manual_seed(0))
     scale, zero = packed.grid(weight, bits, symmetric=symmetric)
     codes = packed.nearest(weight, scale, zero, bits)
     inside = (weight / scale + zero >= -0.5) & (weight / scale + zero <= 2**bits - 0.5)

@@ -43,11 +43,7 @@ def test_values_are_rounded_alike(form, scales):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("int4-token", {"sink_tokens": 2}),
-        ("int2-token", {"group_size": 8}),
-        ("fp8-token", {}),
-    ],
+    [("int4-token", {"sink_tokens": 2}), ("int2-token", {"group_size": 8}), ("fp8-token", {})],
 )
 def test_caches_are_rounded_alike(name, options, monkeypatch):
     """[B, H, T, D] laid out as [B, T, H, D], as transformers has it."""

@@ -34,12 +34,7 @@ CELLS = {  # label of the synthetic grid → settings, precision
         Precision(weights=Part(bits=8, scheme="int8 per row"), activations=REAL_INPUTS),
     ),
 }
-INPUTS = ActivationAudit(
-    bits=8,
-    levels=255,
-    clipped=0.001,
-    error=0.0123,
-)
+INPUTS = ActivationAudit(bits=8, levels=255, clipped=0.001, error=0.0123)
 
 
 @pytest.fixture(scope="module")

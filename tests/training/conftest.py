@@ -56,11 +56,7 @@ def tokens(tmp_path_factory, tokenizer_folder, texts):
 
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("\0".join(texts), encoding="utf-8")
-    tokenize(
-        [str(folder / "text.txt")],
-        folder / "tokens",
-        tokenizer=str(tokenizer_folder),
-    )
+    tokenize([str(folder / "text.txt")], folder / "tokens", tokenizer=str(tokenizer_folder))
     return folder / "tokens"
 
 

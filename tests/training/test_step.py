@@ -164,19 +164,15 @@ def test_any_step_is_had_without_those_before_it_by_the_seed_alone():
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_a_step_has_the_same_rows_however_they_are_shared(processes, sequences):
     source = Sequences(tokens=TOKENS, context=8, bos=None)
-    recipe = TrainingRecipe.model_validate({
-        "name": "order", "normalizers": ["softmax"], "data": {"tokens": "none"},
-        "model": {"hidden": 8, "layers": 1, "heads": 1, "vocabulary": 8, "context": 8},
-        "tokens": 5 * 64, "batch": {"tokens": 64, "sequences": sequences},
-        "optimizer": {"learning_rate": 1.0}, "schedule": {"warmup_steps": 0},
-        "watch": {"length": 8},
-    })  # fmt: skip
+    shape = {"hidden": 8, "layers": 1, "heads": 1, "vocabulary": 8, "context": 8}
+    batch = {"tokens": 64, "sequences": sequences}
+    settings = recipe(model=shape, tokens=5 * 64, batch=batch, watch={"length": 8})
     found, passes = [], 8 // (sequences * processes)
     for index in range(processes):
         one = SimpleNamespace(
             device=torch.device("cpu"), process_index=index, num_processes=processes
         )
-        made = list(dataloader(source, recipe, one, first=3, seed=2))
+        made = list(dataloader(source, settings, one, first=3, seed=2))
         assert len(made) == 2 * passes
         found += [row.tolist() for batch in made[:passes] for row in batch]
     expected = source.rows(sample_indices(3, rows=8, of=len(source), seed=2)).tolist()
