@@ -128,12 +128,6 @@ def test_masks_that_do_not_say_where_sequences_begin_are_refused():
         attend(Mask(lambda: dense, padding=padding), sink_tokens=2)
 
 
-def test_scales_of_a_tensor_are_declared():
-    quantizer = config_of({"kv": "int4-tensor"}, compute_dtype="float32")
-    assert not quantizer.batch_invariant
-    assert config_of({"kv": "int4-token"}, compute_dtype="float32").batch_invariant
-
-
 REFUSED = {
     "latent": ("int4-token", {}),
     "group_size 5 does not divide": ("int4-token", {"group_size": 5}),

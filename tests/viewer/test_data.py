@@ -14,10 +14,9 @@ import pytest
 from hostile_results import HOSTILE, fill
 from small_recipe import qbench
 
-from qbench.cli import view
 from qbench.comparison.compare import compare
-from qbench.errors import DataError, ResultsError
-from qbench.store import Sources, Store
+from qbench.errors import ResultsError
+from qbench.store import Store
 from qbench.viewer import server as server_module
 from qbench.viewer.data import Results, WholeStore
 from qbench.viewer.server import write_site
@@ -83,13 +82,6 @@ def test_documents_and_tokens_are_the_record_s(folder):
     document = rows[rows["document"] == 3]
     assert tokens["samples"][0]["texts"] == document["text"].tolist()
     assert pages["kl"]["kl"][3] == pytest.approx(document["kl"].mean(), abs=1e-6)
-
-
-def test_texts_of_a_task_of_one_s_own_need_its_definitions(folder):
-    """Which `qbench view` asks for by options that it has."""
-    record = next(one for one in Store(folder).records() if one.status == "ok")
-    with pytest.raises(DataError, match="--data and --definitions"):
-        view.document_texts(Sources(), record, HOSTILE)
 
 
 @pytest.mark.parametrize("name", ["nothing", "cell/99", "cell/-1", "documents/0/9", "cell/../0"])
