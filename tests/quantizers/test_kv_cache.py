@@ -180,9 +180,9 @@ FAULTS = {  # what the audit says: a broken rounding, and the scheme
     "levels share a scale, 3 bits have 8": (
         lambda x, form, fixed=None: _fake_quantize(x, QuantFormat(num_bits=4), fixed),
         "token, first"),
-    "its keys are not what int4 makes of them": (
+    "its keys differ from their rounding to int4": (
         lambda x, form, fixed=None: _fake_quantize(x.clamp(-0.5, 0.5), form), "token"),
-    "its values are not what int4 makes of them": (
+    "its values differ from their rounding to int4": (
         lambda x, form, fixed=None: _fake_quantize(x, form).roll(1, -1), "token in groups"),
     "nothing was quantized": (lambda x, form, fixed=None: x, "fp8"),
 }  # fmt: skip
@@ -259,7 +259,7 @@ def test_an_attention_that_reads_unquantized_keys_and_values_fails(
     assert measure_kv(model, quantizer, ids(2, 40))[1] == []
     monkeypatch.setattr(transformers_attention, "read", _unquantized)
     problems = measure_kv(model, quantizer, ids(2, 40))[1]
-    assert any("what attention returns is" in line for line in problems)
+    assert any("attention's output differs by" in line for line in problems)
 
 
 _read = transformers_attention.read
