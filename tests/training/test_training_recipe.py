@@ -28,6 +28,10 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"tokens": 8}, "tokens 8: less than one step"),
         ({"watch": {"length": 17}}, "watch.length 17 is more than model.context 16"),
         ({"optimizer": {"learning_rate": float("inf")}}, "finite"),
+        (
+            {"normalizers": ["softmax+head-gate"], "model": {"rope_theta": None}},
+            "model.rope_theta: a gate needs a rotary embedding",
+        ),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas[1]: Input should be less than 1"),
         ({"compute": {"compile": "reduce-overhead"}}, "'max-autotune-no-cudagraphs'"),
         ({"compute": {"travel": "bfloat16"}}, "compute.travel was removed: gradients are averaged"),
