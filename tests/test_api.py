@@ -125,7 +125,7 @@ WRONG = {
     "tasks: Input should be": lambda planned, _: api.Overrides(tasks=3),
     "checkpoints: Input should be": lambda planned, _: api.Overrides(checkpoints="a"),
     "dat: Extra inputs": lambda planned, _: api.Overrides(dat="x"),
-    "device 'gpu': it is auto": lambda planned, _: api.plan(planned.recipe, "gpu"),
+    "device 'gpu': must be auto": lambda planned, _: api.plan(planned.recipe, "gpu"),
     "is a file; name a folder": lambda planned, _: api.run(planned, __file__),
     "no grid.json here": lambda planned, out: api.load_records(out / "nowhere"),
 }

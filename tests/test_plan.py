@@ -380,7 +380,7 @@ def test_a_chat_model_that_is_asked_without_its_template_is_told(tmp_path, model
     if template:
         (folder / "chat_template.jinja").write_text(template)
     notes = cell(recipe(tmp_path, {"a": str(folder)}), "cpu").notes
-    assert any("without its chat template" in note for note in notes) == said
+    assert any("do not use its chat template" in note for note in notes) == said
 
 
 def without_decoder(monkeypatch, kind):
@@ -404,7 +404,7 @@ def test_what_was_measured_at_loading_runs_and_stands_in_the_record(tmp_path, mo
         "llama": ("softmax/reference", "exact"),
     }
     details = {name: one.stages[0].detail for name, one in records.items()}
-    assert "does not take its attention from AttentionInterface" in details["bloom"]
+    assert "AttentionInterface, so qbench cannot set" in details["bloom"]
     assert "GraniteForCausalLM has no decoder and LM head" in details["granite"]
     assert not details["llama"]
 

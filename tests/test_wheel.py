@@ -49,7 +49,7 @@ def test_the_wheel_runs_its_own_recipe_in_an_empty_folder(tmp_path):
 def test_a_recipe_that_comes_with_qbench_is_found_from_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert Recipe.load("recipes/demo.yaml").name == "demo"
-    assert "recipes/demo.yaml: not in this folder; the one that comes" in capsys.readouterr().err
+    assert "recipes/demo.yaml: not in this folder; using the one that" in capsys.readouterr().err
     (tmp_path / "recipes").mkdir()
     small_recipe(tmp_path).rename(tmp_path / "recipes" / "demo.yaml")
     assert Recipe.load("recipes/demo.yaml").name == "small"

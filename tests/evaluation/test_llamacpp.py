@@ -219,7 +219,7 @@ def test_what_the_converter_changes_is_undone(kind, change, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "architecture", "fields", "words"),
     [
-        ("mixtral", "gpt-oss", {}, "experts of gpt-oss in GGUF files are not read"),
+        ("mixtral", "gpt-oss", {}, "experts of gpt-oss in GGUF files are not"),
         ("llama", "llama", {"split_count": 3}, "one of 3 parts of a file; join them: llama-gguf-"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_runtime_that_does_not_answer_is_a_failed_cell_in_one_line(tmp_path, c
 
 @pytest.mark.parametrize("name", ["gpt-oracle", "hf", ""])
 def test_a_class_that_lm_eval_does_not_have_is_refused_before_work_begins(tmp_path, name):
-    with pytest.raises(RecipeError, match=f"lm-eval: model '{name}' is none of .*vllm"):
+    with pytest.raises(RecipeError, match=f"lm-eval: model '{name}' is unknown; known: .*vllm"):
         plan(Recipe.load(recipe(tmp_path, model=name)), device="cpu")
 
 

@@ -131,7 +131,7 @@ def test_heads_of_another_width_or_scale_are_scored_as_measured(kind, stated, fa
     ("kind", "words"),
     [
         ("mamba", "ignores the attention that qbench sets"),
-        ("bloom", "does not take its attention from AttentionInterface"),
+        ("bloom", "AttentionInterface, so qbench cannot set"),
         ("mimo_v2_flash", "attention has no s_aux"),
     ],
 )

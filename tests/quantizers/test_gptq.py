@@ -306,7 +306,7 @@ def skipped(model):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (outside, r"outside the blocks model.layers: model.extra; set ignore: \['model.extra'\]"),
+        (outside, r"outside the decoder blocks .*: model.extra; set ignore: \['model.extra'\]"),
         (changed_between, r"layers.1: does not receive"),
         (skipped, r"never reaches model.layers.0.*: ignore: \['model.layers.0.mlp.down_proj', "),
         (depends_on_text, "depend on the text"),

@@ -64,8 +64,8 @@ def test_a_text_says_what_a_mapping_says():
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        ({"*": "kv4"}, "of weights alone"),
-        ({"*": "bf16"}, "of weights alone"),
+        ({"*": "kv4"}, "applies to weights only"),
+        ({"*": "bf16"}, "applies to weights only"),
         ({"*": "gptq-5bit"}, "gptq has no 5-bit"),
         ("x", "layers must be {pattern: quantizer}"),
     ],
@@ -139,8 +139,8 @@ def test_embeddings_that_look_up_other_weights_than_their_layer_s_fail_the_audit
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        ({"lm_head": "gptq-4bit", "*": "rtn-4bit"}, "lm_head: gptq-4bit takes linear layers alone"),
-        ({"model.embed_tokens": "gptq-4bit"}, "embed_tokens: gptq-4bit takes linear layers alone"),
+        ({"lm_head": "gptq-4bit", "*": "rtn-4bit"}, "lm_head: gptq-4bit cannot quantize LM"),
+        ({"model.embed_tokens": "gptq-4bit"}, "embed_tokens: gptq-4bit cannot quantize LM"),
         ({}, r"mixed: layers: write \{pattern: quantizer\}"),
     ],
 )

@@ -326,7 +326,7 @@ def test_a_copy_whose_tokenizer_may_cut_texts_otherwise_is_refused(nf4, tmp_path
     assert planned(tmp_path, copy).cells
     harm(tokenizer)
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(RecipeError, match=rf"copy: {words}.* take its tokenizer files out"):
+    with pytest.raises(RecipeError, match=rf"copy: {words}.* remove its tokenizer files"):
         planned(tmp_path, copy)
     file.unlink()
     assert planned(tmp_path, copy).cells
