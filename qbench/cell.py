@@ -33,7 +33,7 @@ from qbench.errors import (
     ResultsError,
     UnavailableError,
 )
-from qbench.evaluation.answers import Answered, Chat, answer, with_kl
+from qbench.evaluation.answers import Answered, answer, with_kl
 from qbench.evaluation.degradation import distributions, divergence_table
 from qbench.evaluation.evaluate import (
     LoadedTask,
@@ -61,7 +61,7 @@ from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.quantize import import_backends, quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, ScoringReport, TaskDamage, TaskRecord, Unavailable
-from qbench.store import KeyedStore, Store, Table, baseline_files, task_key, verify_baseline
+from qbench.store import Store, Table, TaskStore, baseline_files, task_key, verify_baseline
 from qbench.streaming import free_gpu_bytes, is_sharded, shard, stream, stream_of
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ class _Evaluation:
         self, result: CellResult, tokenizer: PreTrainedTokenizerBase, store: Store, cache: Path
     ) -> None:
         self.result, self.cell, self.tokenizer = result, result.cell, tokenizer
-        self.cache, self.kept = cache, KeyedStore(cache, TaskRecord)
+        self.cache, self.kept = cache, TaskStore(cache)
         self.base, self.base_parts = _baseline(result, store), None
         if self.base is not None:
             self.base_parts = result.plan.cell(self.cell.base.cell).key_parts
@@ -446,14 +446,19 @@ class _Evaluation:
             if self.base is not None:
                 kept = self.observer.base.tasks.get(task.name)
                 read = kept is not None
-            chat = self._chat(scorer)
-            answered = answer(scorer, task, cell.scoring, chat, base=kept, read=read)
+            copy, tokenizer = cell.copy, self.tokenizer
+            if copy is not None and (copy.folder / "tokenizer_config.json").is_file():
+                tokenizer, settings = load_tokenizer(copy), generation_settings(copy)
+            else:
+                settings = scorer.hflm.model.generation_config
+            ends = end_tokens(settings, tokenizer)
+            answered = answer(scorer, task, cell.scoring, tokenizer, ends, base=kept, read=read)
         divergences, states = None, None
         if self.base is not None:
             divergences = self.observer.divergences.get(task.name)
         elif isinstance(self.observer, BaselineWriter):
             states = self.observer.hidden_states()
-            self.observer.forget()
+            self.observer.tasks.clear()  # they are on disk soon
         report, seconds = scorer.report(), time.perf_counter() - start
         return partial(self._judge, task, answered, divergences, states, report, seconds)
 
@@ -475,8 +480,9 @@ class _Evaluation:
             measured = None if divergences is None else distributions(divergences)
             damage = TaskDamage(distributions=measured)
             if divergences is not None and answered is None:
-                rolling = {task.name} if task.kind == "loglikelihood_rolling" else set()
-                tables["divergences"] = divergence_table({task.name: divergences}, rolling, texts)
+                rolling = task.task.OUTPUT_TYPE == "loglikelihood_rolling"
+                of_tokens = texts if rolling else None
+                tables["divergences"] = divergence_table(task.name, divergences, of_tokens)
         if answered is not None:
             tables["answers"] = answered.table(divergences, texts)
             if divergences is not None:
@@ -494,16 +500,6 @@ class _Evaluation:
         done = TaskResult(record, tables)
         self._keep(done, states)
         return done
-
-    def _chat(self, scorer: Any) -> Chat:
-        """Return the tokenizer and the end tokens of the cell's conversations; of a published copy,
-        those of its own files."""
-        copy, tokenizer = self.cell.copy, self.tokenizer
-        if copy is not None and (copy.folder / "tokenizer_config.json").is_file():
-            tokenizer, settings = load_tokenizer(copy), generation_settings(copy)
-        else:
-            settings = scorer.hflm.model.generation_config
-        return Chat(tokenizer=tokenizer, ends=end_tokens(settings, tokenizer))
 
     def _keep(self, done: TaskResult, states: BaselineHiddenStates | None) -> None:
         """Put a finished task into the cache, with the hidden ``states`` that quantized cells need.

@@ -22,7 +22,6 @@ deleted while no run is at work; the run that needs it makes it again:
 
     CACHE/artifacts/<weights16>/<config>-<key16>/             quantized weights
     CACHE/distributions/<key16>.safetensors                   hidden states that measure damage
-    CACHE/cells/<key16>.json, <key16>.….parquet               finished records with their tables
     CACHE/tasks/<key16>.json, <key16>.….parquet               finished tasks of a cell, with tables
     CACHE/budget/<key16>.json                                 costs of layers (`qbench budget`)
     CACHE/digests/<key16>.json                                of large files, with their identity
@@ -318,20 +317,19 @@ class Records(Generic[R]):
     def put(
         self,
         record: R,
-        outcomes: pd.DataFrame | bytes | None = None,
-        responses: pd.DataFrame | bytes | None = None,
-        divergences: pd.DataFrame | bytes | None = None,
-        answers: pd.DataFrame | bytes | None = None,
+        outcomes: pd.DataFrame | None = None,
+        responses: pd.DataFrame | None = None,
+        divergences: pd.DataFrame | None = None,
+        answers: pd.DataFrame | None = None,
     ) -> R:
         """Write a record and its tables, and return the record with the tables' checksums.
 
-        A table may be given as the bytes of its Parquet file. The record is written last. Tables of
-        this record that are not passed are deleted.
+        The record is written last. Tables of this record that are not passed are deleted.
         """
         tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences,
                   "answers": answers}  # fmt: skip
         payloads = {
-            name: table if isinstance(table, bytes) else _parquet(table, COLUMNS[name])
+            name: _parquet(table, COLUMNS[name])
             for name, table in tables.items()
             if table is not None
         }
@@ -488,12 +486,12 @@ class Store(Records[Record]):
         return self._manifest or super().manifest()
 
 
-class KeyedStore(Records[R]):
-    """Records by their key alone, whatever their cells are called, in the folder ``cache``: of
-    finished cells, or TaskRecords of finished tasks under their :func:`qbench.store.task_key`."""
+class TaskStore(Records[TaskRecord]):
+    """Finished tasks under their :func:`task_key` alone, whatever their cells are called, in the
+    folder ``cache``."""
 
-    def __init__(self, cache: Path, kind: type[R]) -> None:
-        super().__init__(cache / ("tasks" if kind is TaskRecord else "cells"), "", "", kind)
+    def __init__(self, cache: Path) -> None:
+        super().__init__(cache / "tasks", "", "", TaskRecord)
 
     def path(self, cell: CellKey, suffix: str = ".json") -> Path:
         return self.directory / f"{cell.key[:KEY_DIGITS]}{suffix}"
@@ -541,28 +539,6 @@ def head_key(parts: Mapping[str, Any]) -> str:
     """Return the key under which a cell keeps its LM head, the same for all of its tasks."""
     left_out = ("groups", "damage against", "tasks", "few-shot", "scoring")
     return content_key({name: part for name, part in parts.items() if name not in left_out})
-
-
-def keep_cell(cache: Path, record: Record, store: Store) -> None:
-    """Copy a finished ``record`` of ``store``, with its tables, into the cache unless it is there.
-    A full disk is ignored: the results folder has the record."""
-    cells = KeyedStore(cache, Record)
-    if not cells.path(record).is_file():
-        with suppress(OutputError):
-            cells.put(record, **{name: store.payload(record, name) for name in record.files})
-
-
-def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] | None:
-    """Return the intact record in the cache under the key of ``cell``, renamed to ``cell``, and the
-    bytes of its tables; None if there is none."""
-    cells = KeyedStore(cache, Record)
-    with suppress(ResultsError, OSError):
-        record = cells.get_valid(cell)
-        if record is not None:
-            names = {"checkpoint": cell.checkpoint, "quantizer": cell.quantizer}
-            tables = {name: cells.payload(record, name) for name in record.files}
-            return record.model_copy(update=names), tables
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """The unit of work that is kept is one task of one cell."""
 
-import shutil
-
 import pandas as pd
 import pytest
 from small_recipe import DEMO, small_recipe
@@ -11,7 +9,7 @@ import qbench.cell
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.runner.grid import run_cells
-from qbench.store import Store, find_cell
+from qbench.store import Store
 
 TASKS = ("demo_choice", "demo_lastword", "demo_pages")
 
@@ -78,36 +76,23 @@ def test_a_damaged_task_is_scored_again(run, tmp_path):
     run(*TASKS[:2])
     for path in (tmp_path / "cache" / "tasks").glob("*.outcomes.parquet"):
         path.write_bytes(b"damaged")
-    assert run(*TASKS[:2], out="again", force=False)[1] == []  # whole cells are in the cache
-    for path in (tmp_path / "cache" / "cells").iterdir():
-        path.unlink()
-    assert run(*TASKS[:2], out="third")[1] == [*TASKS[:2]] * 2
+    assert run(*TASKS[:2], out="again")[1] == [*TASKS[:2]] * 2
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_cell_whose_key_another_folder_has_is_copied_and_not_computed(tmp_path, capfd):
-    tasks = ["demo_lastword"]
-    first = small_recipe(tmp_path, tasks=tasks)
+def test_tasks_of_a_cell_whose_key_another_folder_has_are_not_scored_again(tmp_path, capfd):
+    """Under another name of the checkpoint and of its precision too."""
+    first = small_recipe(tmp_path, tasks=["demo_lastword"])
     assert command("run", first, "--out", tmp_path / "first", "--device", "cpu") == 0
-    named = {"mine": str(DEMO / "softpick")}  # under another name, and its precision too
     quantizers = ["fp32", {"name": "rtn-4bit", "group_size": 64, "label": "other"}]
-    again = small_recipe(tmp_path, tasks=tasks, checkpoints=named, quantizers=quantizers)
-    out = tmp_path / "second"
-    assert command("plan", again, "--out", out, "--device", "cpu") == 0
-    key = Store(tmp_path / "first").manifest().cells[3].key
-    assert f"cached    mine/other  key {key[:16]}" in capfd.readouterr().out
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
-    assert command("run", again, "--out", out, "--device", "cpu") == 0
-    said = capfd.readouterr()
-    assert "mine/other: taken from the cache" in said.err
-    assert ": done (" not in said.err
-    copied, made = Store(out).records()[1], Store(tmp_path / "first").records()[3]
-    assert copied.scores == made.scores
-    assert copied.started == made.started
-    assert copied.files.keys() == made.files.keys() == {"outcomes", "responses", "divergences"}
-    assert Store(out).outcomes(copied).equals(Store(tmp_path / "first").outcomes(made))
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")} == before
-
-    cell = Store(out).manifest().cells[1]
-    shutil.rmtree(tmp_path / "first")
-    assert find_cell(tmp_path / "cache", cell)[0].cell == "mine/other"
+    again = small_recipe(
+        tmp_path, tasks=["demo_lastword"], checkpoints={"mine": str(DEMO / "softpick")},
+        quantizers=quantizers,
+    )  # fmt: skip
+    assert command("run", again, "--out", tmp_path / "second", "--device", "cpu") == 0
+    assert "mine/other: demo_lastword is taken from the cache" in capfd.readouterr().err
+    stores = [Store(tmp_path / name) for name in ("first", "second")]
+    theirs, ours = (store.records()[-2:] for store in stores)
+    assert ours[1].key == theirs[1].key
+    assert ours[1].files.keys() == {"outcomes", "responses", "divergences"}
+    assert_same(ours, stores[1], theirs, stores[0])

@@ -17,7 +17,7 @@ from qbench.records import (
     ScoringReport,
     TaskRecord,
 )
-from qbench.store import KeyedStore, Store, find_cell, keep_cell, task_key
+from qbench.store import Store, TaskStore, task_key
 
 PRECISION = Precision(weights=Part(bits=4, scheme="int4 in groups of 128"))
 CELL = GridCell(
@@ -88,27 +88,13 @@ def test_two_processes_on_one_folder_do_not_damage_each_other(tmp_path):
     assert not list(tmp_path.rglob(".*.tmp")), "temporary files were left"
 
 
-def test_a_finished_cell_is_found_by_its_key_under_any_name(tmp_path):
-    store = Store(tmp_path / "results")
-    record = store.put(make_record(), OUTCOMES)
-    keep_cell(tmp_path / "cache", record, store)
-    asked = CELL.model_copy(update={"checkpoint": "b", "quantizer": "mine"})
-    found, tables = find_cell(tmp_path / "cache", asked)
-    assert found.cell == "b/mine"
-    assert found.scores == record.scores
-    assert tables == {"outcomes": store.payload(record, "outcomes")}
-    (table,) = (tmp_path / "cache" / "cells").glob("*.parquet")
-    table.write_bytes(b"damaged")
-    assert find_cell(tmp_path / "cache", asked) is None
-
-
 def test_a_finished_task_is_found_whatever_the_other_tasks_of_its_cell_are(tmp_path):
     parts = {"weights": "w", "tasks": {"t": "1", "u": "2"}, "few-shot": {"t": 0, "u": 0}}
     fewer = {"weights": "w", "tasks": {"t": "1"}, "few-shot": {"t": 0}, "damage against": "x"}
     key = task_key(parts, "t")
     assert task_key(fewer, "t") == key
     assert len({key, task_key(parts, "u"), task_key(parts, "t", parts)}) == 3
-    tasks = KeyedStore(tmp_path, TaskRecord)
+    tasks = TaskStore(tmp_path)
     scoring = ScoringReport(mode="exact", softmax_dtype="float32", batching="", peak_memory_gib=0)
     record = TaskRecord(
         checkpoint="a", quantizer="q", key=key, task="t", digest="1", scores=(), scoring=scoring,

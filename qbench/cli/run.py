@@ -44,7 +44,7 @@ from qbench.plan import Cell, Plan, cell_names, require_runnable, select, stream
 from qbench.plan import plan as plan_recipe
 from qbench.recipe import Overrides, Recipe, added_column, save
 from qbench.records import Record
-from qbench.runner.grid import find_kept, is_up_to_date, run_cells
+from qbench.runner.grid import is_up_to_date, run_cells
 from qbench.runner.progress import Display
 from qbench.runner.workers import Workers
 from qbench.store import Store
@@ -279,8 +279,6 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
             yield f"refused   {about}"
         elif is_up_to_date(record, cell, planned, store, cache_folder(), made=todo):
             yield f"finished  {about}"
-        elif record is None and find_kept(cell, cache_folder()):
-            yield f"cached    {about}"
         else:
             todo.append(cell.key)
             if (cost := estimate(cell, planned)) is not None:

@@ -48,14 +48,6 @@ METRICS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chat:
-    """The tokenizer with its chat template, and the tokens that end an answer."""
-
-    tokenizer: PreTrainedTokenizerBase
-    ends: Collection[int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerPrompt:
     """Hold the prompt of one answer, in text and tokens, and the ``target``, "" without one."""
 
@@ -104,7 +96,8 @@ def answer(
     scorer: Any,
     task: LoadedTask,
     settings: ScoringSettings,
-    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
     *,
     base: TaskHiddenStates | None,
     read: bool,
@@ -121,7 +114,7 @@ def answer(
             f"{ANSWERS}: set evaluation.scoring to exact or fast: only these give tokens"
         )
     limit, temperature = task.answers.max_new_tokens, task.answers.temperature
-    prompts = _ask(scorer, task, settings, chat.tokenizer)
+    prompts = _ask(scorer, task, settings, tokenizer)
     requests = []
     for prompt in prompts:
         if len(prompt.ids) + limit > settings.max_length:
@@ -133,17 +126,18 @@ def answer(
         seed = np.random.SeedSequence([settings.seed, prompt.document, prompt.sample])
         seed = int(seed.generate_state(1)[0])
         requests.append(Prompt(ids=prompt.ids, limit=limit, temperature=temperature, seed=seed))
-    generated = scorer.answer(requests, chat.ends)
+    generated = scorer.answer(requests, ends)
     trajectories = generated
     if base is not None:
         assert base.lengths is not None, "files of answers have them"
-        ends = np.cumsum(base.lengths.numpy())
-        trajectories = [part.tolist() for part in np.split(base.token.numpy(), ends[:-1])]
+        starts = np.cumsum(base.lengths.numpy())[:-1]
+        trajectories = [part.tolist() for part in np.split(base.token.numpy(), starts)]
     if read:
         read_answers(scorer, prompts, trajectories)
     lengths = [len(tokens) for tokens in trajectories]
     tokens = np.array([token for part in trajectories for token in part])
-    scored = _scored(task, prompts, generated, trajectories if base is not None else None, chat)
+    followed = None if base is None else trajectories
+    scored = _scored(task, prompts, generated, followed, tokenizer, ends)
     return Answered(scored=scored, prompts=prompts, tokens=tokens, lengths=lengths)
 
 
@@ -211,19 +205,20 @@ def _scored(
     prompts: Sequence[AnswerPrompt],
     generated: Sequence[list[int]],
     trajectories: Sequence[list[int]] | None,
-    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
 ) -> Outcomes:
     """Return the outcomes of the ``generated`` answers: per prompt the mean over its samples, and
     the variance of that mean if there are several."""
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
     rows = []
     for index, (prompt, tokens) in enumerate(zip(prompts, generated, strict=True)):
-        text = chat.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
         rows.append(text_response(ANSWERS, prompt.document, prompt.sample, None, text))
         count = len(tokens) - NGRAM + 1
         stretches = {tuple(tokens[i : i + NGRAM]) for i in range(count)}
         metrics = {
-            "stops": float(tokens[-1] in chat.ends),
+            "stops": float(tokens[-1] in ends),
             "repeats": (1 - len(stretches) / count if count > 0 else 0.0),
             "length": float(len(tokens)),
         }

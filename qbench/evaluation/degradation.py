@@ -6,7 +6,7 @@ document and token. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,28 +67,24 @@ def distributions(measured: pd.DataFrame) -> Distributions:
 
 
 def divergence_table(
-    measured: Mapping[str, pd.DataFrame],
-    whole_texts: Collection[str],
-    texts_of: Callable[[np.ndarray], list[str]],
+    task: str,
+    measured: pd.DataFrame,
+    texts_of: Callable[[np.ndarray], list[str]] | None = None,
 ) -> pd.DataFrame:
-    """Return a table with the columns ``DIVERGENCE_COLUMNS``: a row per request; of the tasks in
-    ``whole_texts`` a row per token, up to ``TOKENS_KEPT``. ``texts_of`` gives the texts of token
-    ids [N].
+    """Return a table with the columns ``DIVERGENCE_COLUMNS``, a row per request of ``task``. With
+    ``texts_of``, which gives the texts of token ids [N], a row per token, up to ``TOKENS_KEPT``.
     """
-    tables = []
-    for task, of in measured.items():
-        tokens = of[["document", "request", "kl", "change"]]
-        requests = tokens.groupby(["document", "request"], sort=False)
-        table = requests.mean().reset_index().assign(tokens=requests.size().to_numpy(), text=None)
-        if task in whole_texts:
-            by_token = table["document"][table["tokens"].cumsum() <= TOKENS_KEPT]
-            kept = tokens["document"].isin(by_token)
-            single = tokens[kept].assign(tokens=1, text=texts_of(of["token"][kept].to_numpy()))
-            table = pd.concat([single, table[~table["document"].isin(by_token)]], ignore_index=True)
-        tables.append(table.assign(task=task)[list(DIVERGENCE_COLUMNS)])
+    tokens = measured[["document", "request", "kl", "change"]]
+    requests = tokens.groupby(["document", "request"], sort=False)
+    table = requests.mean().reset_index().assign(tokens=requests.size().to_numpy(), text=None)
+    if texts_of is not None:
+        by_token = table["document"][table["tokens"].cumsum() <= TOKENS_KEPT]
+        kept = tokens["document"].isin(by_token)
+        single = tokens[kept].assign(tokens=1, text=texts_of(measured["token"][kept].to_numpy()))
+        table = pd.concat([single, table[~table["document"].isin(by_token)]], ignore_index=True)
     # float16: half the bytes, without meaningless digits
-    together = pd.concat(tables, ignore_index=True)
-    return together.astype({"kl": "float16", "change": "float16"}).astype(
+    table = table.assign(task=task)[list(DIVERGENCE_COLUMNS)]
+    return table.astype({"kl": "float16", "change": "float16"}).astype(
         {"kl": "float32", "change": "float32"}
     )
 

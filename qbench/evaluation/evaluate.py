@@ -174,11 +174,6 @@ class LoadedTask:
             return f"{path}:{line}"
         return f"document {document}"
 
-    @property
-    def kind(self) -> str:
-        """Return lm-eval's ``output_type``."""
-        return self.task.OUTPUT_TYPE
-
 
 @functools.lru_cache(maxsize=KEPT)
 def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
@@ -392,6 +387,8 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
             if rolling and not (isinstance(value, str) and value.strip()):
                 return f"{field_} is {json.dumps(value)[:40]}, but must be a text to score"
     try:
+        if isinstance(task.config.doc_to_text, str):
+            task.doc_to_text(document)
         target = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
         if task.OUTPUT_TYPE != "multiple_choice":
             # Nothing but space is an answer that may be generated, and none that can be scored.
@@ -400,7 +397,9 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
             return "there is no target text" if blank else None
         choices = task.doc_to_choice(document)
     except Exception as error:  # of a definition's own template or function
-        return f"its answer cannot be computed ({type(error).__name__}: {first_line(error)})"
+        return (
+            f"its prompt or answer cannot be computed ({type(error).__name__}: {first_line(error)})"
+        )
     if callable(task.config.process_results):
         return None
     texts = isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)

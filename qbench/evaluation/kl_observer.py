@@ -104,17 +104,11 @@ def _read(cache: Path, key: str) -> dict[str, Tensor]:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
 
 
-def _task_of(instances: Sequence[Any]) -> str:
-    """Return the name of the only task of ``instances``."""
-    (name,) = {instance.task_name for instance in instances}  # one task per call
-    return name
-
-
 class BaselineWriter:
-    """An observer that keeps the unquantized model's hidden states."""
+    """An observer that keeps the unquantized model's hidden states of ``tasks``."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str, TaskHiddenStates] = {}
+        self.tasks: dict[str, TaskHiddenStates] = {}
         self._head: torch.nn.Linear | None = None  # without what its class makes of its products
         self._rows: list[tuple[Tensor, Scored]] = []  # of the call at work, on the host
 
@@ -124,14 +118,10 @@ class BaselineWriter:
             return BaselineHiddenStates({}, torch.empty(0), None)
         weight, bias = self._head.weight, self._head.bias
         return BaselineHiddenStates(
-            dict(self._tasks),
+            dict(self.tasks),
             weight.detach().cpu().contiguous(),
             None if bias is None else bias.detach().cpu(),
         )
-
-    def forget(self) -> None:
-        """Drop the hidden states from memory, once they are on disk."""
-        self._tasks.clear()
 
     def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:
         if type(head.linear) is not torch.nn.Linear:
@@ -139,8 +129,8 @@ class BaselineWriter:
                 f"damage needs an LM head that is a linear layer, not {type(head.linear).__name__};"
                 " set evaluation.damage: false"
             )
-        self._task, self._tokens, self._lengths = _task_of(instances), sum(lengths), lengths
-        self._head, self._rows = head.linear, []
+        self._task, self._tokens = instances[0].task_name, sum(lengths)
+        self._lengths, self._head, self._rows = lengths, head.linear, []
 
     def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
         """Copy the states to the host beside the GPU's work; ``end`` waits for the copies."""
@@ -157,7 +147,7 @@ class BaselineWriter:
             token[scored.index] = scored.token
             states[torch.from_numpy(scored.index)] = hidden[torch.from_numpy(scored.row)]
         lengths = torch.tensor(self._lengths) if self._task == ANSWERS else None
-        self._tasks[self._task] = TaskHiddenStates(torch.from_numpy(token), states, lengths)
+        self.tasks[self._task] = TaskHiddenStates(torch.from_numpy(token), states, lengths)
         self._rows = []
 
 
@@ -178,7 +168,7 @@ class KLObserver:
         self.divergences: dict[str, pd.DataFrame] = {}
 
     def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:
-        self._name = _task_of(instances)
+        self._name = instances[0].task_name
         self._task = self.base.tasks.get(self._name)
         if self._task is None:
             return

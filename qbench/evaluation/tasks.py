@@ -8,7 +8,6 @@ import, in twenty seconds; ours looks only for names, in half a second.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import hashlib
@@ -17,13 +16,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, TemplateSyntaxError, meta
 
 from qbench import hub
 from qbench.errors import DataError, MissingDataError, RecipeError
@@ -307,24 +304,6 @@ def _unknown(name: str, definitions: Path | None) -> RecipeError:
     return RecipeError(f"tasks: lm-eval has no task {name!r}; {more}{hint}")
 
 
-def require_modules(name: str, definition: Definition) -> None:
-    """Raise DataError if the code of a task imports a module that is not installed."""
-    for path in definition.code:
-        beside = {neighbour.stem for neighbour in path.parent.iterdir()}
-        statements: list[ast.stmt] = []
-        with suppress(SyntaxError):  # lm-eval says so, with the line
-            statements = ast.parse(path.read_bytes()).body
-        for statement in statements:
-            modules: list[str] = []
-            if isinstance(statement, ast.Import):
-                modules = [alias.name for alias in statement.names]
-            elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-                modules = [statement.module]
-            for package in (module.partition(".")[0] for module in modules):
-                if package not in beside and importlib.util.find_spec(package) is None:
-                    raise DataError(f"{name}: {missing_module(package)} ({path})")
-
-
 def missing_module(module: str) -> str:
     """Return the message, with its remedy, that the code of a task needs ``module``."""
     package = module.partition(".")[0]
@@ -335,7 +314,6 @@ def missing_module(module: str) -> str:
     return f"its code imports {why} leave the task out"
 
 
-RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # templates over a row's fields
 IMPOSSIBLE = {
     "unsafe_code": "runs code that the model writes",
     "doc_to_image": "asks about images",
@@ -402,28 +380,6 @@ def parse_rows(path: str | Path, lines: Iterable[bytes | str]) -> Iterator[Row]:
         if not isinstance(fields, dict):
             raise DataError(f"{path}:{number}: a JSON object is needed, this is {fields!r:.40}")
         yield Row(line=number, fields=fields)
-
-
-def _require_fields(name: str, config: dict[str, Any], path: Path, rows: Sequence[Row]) -> None:
-    """Raise DataError if a row lacks a field that the task's templates read. Fields that the task's
-    own functions read are not checked."""
-    if config.get("process_docs") or config.get("use_prompt"):
-        return
-    for key in RENDERED:
-        template, needed = config.get(key), set[str]()
-        if not isinstance(template, str):
-            continue
-        if template in rows[0].fields:
-            needed = {template}
-        elif not any(word in template for word in ("{%", "defined", "default", " if ")):
-            with suppress(TemplateSyntaxError):  # lm-eval says so
-                needed = meta.find_undeclared_variables(Environment().parse(template))
-        for row in rows:
-            if missing := sorted(needed - row.fields.keys()):
-                raise DataError(
-                    f"{path}:{row.line}: no field {missing[0]!r}, which {key} of {name} needs; "
-                    f"this line has {', '.join(row.fields) or 'none'}"
-                )
 
 
 MAX_GEN_TOKS = 256  # lm-eval's, if a task states none
@@ -499,7 +455,6 @@ def plan_task(
     for key, what in IMPOSSIBLE.items():
         if definition.config.get(key):
             raise DataError(f"{name}: it {what}, which qbench cannot do; leave the task out")
-    require_modules(name, definition)
     config = {**definition.config, "num_fewshot": definition.config.get("num_fewshot")}
     label = name
     if num_fewshot is not None:
@@ -674,7 +629,6 @@ def _local_files(
             )
         path = folder / f"{stem}.jsonl"
         rows, digest = read_rows(path)
-        _require_fields(name, config, path, rows)
         data_files.append(DataFile(split=of, path=path, digest=digest))
         if of == split and not config.get("process_docs"):
             documents = len(rows)

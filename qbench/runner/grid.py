@@ -29,10 +29,7 @@ from qbench.runner.workers import PRELOAD, LostExecutorError, SerialExecutor, Wo
 from qbench.store import (
     Sources,
     Store,
-    Table,
     baseline_files,
-    find_cell,
-    keep_cell,
     keep_sources,
     verify_baseline,
 )
@@ -123,7 +120,10 @@ class _GridRun:
         A finished unquantized cell runs again, and a line says so, if its hidden states are gone or
         damaged and a cell that is left to run is measured against them.
         """
-        records = {cell.name: None if self.force else self._find_record(cell) for cell in cells}
+        records = {
+            cell.name: None if self.force else self.store.get_valid(cell.grid_cell)
+            for cell in cells
+        }
         needed = {
             cell.base.key: cell.name
             for cell in cells
@@ -147,19 +147,6 @@ class _GridRun:
             self.progress.end(cell.name)
             self.done[cell.name] = record
         return missing
-
-    def _find_record(self, cell: Cell) -> Record | None:
-        """Return the cell's record: from the results folder if it is final there (then it is copied
-        to the cache), else from the cache, copied into the results folder with its tables. Without
-        either return what the results folder has, None if nothing."""
-        record = self.store.get_valid(cell.grid_cell)
-        if not lacks(record, cell):
-            keep_cell(self.cache, record, self.store)
-        elif kept := find_kept(cell, self.cache):
-            with FileLock(self.store.lock_file(cell.grid_cell)):
-                record = self.store.put(kept[0], **kept[1])
-            self.progress.log(f"{cell.name}: taken from the cache")
-        return record
 
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
         """Run ``cells`` side by side on ``executor``; their records go to ``done``."""
@@ -266,8 +253,6 @@ def run_cell(
             progress.log(f"{cell.name}: already finished")
         else:
             record = run(cell, plan, store, progress, cache, reuse=reuse)
-            if not lacks(record, cell):
-                keep_cell(cache, record, store)
             progress.log(summary(record), "bold red" if record.status == "failed" else "")
         progress.end(cell.name)
         return record
@@ -306,12 +291,6 @@ def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
         module.quantize_ahead(cell, plan, cache)
 
     attempt(work, Store(out).path(cell.grid_cell, ".log"), plan.device)
-
-
-def find_kept(cell: Cell, cache: Path) -> tuple[Record, dict[Table, bytes]] | None:
-    """Return the record of ``cell`` and its tables from the cache, if it is final; else None."""
-    kept = find_cell(cache, cell.grid_cell)
-    return kept if kept is not None and not lacks(kept[0], cell) else None
 
 
 def lacks(record: Record | None, cell: Cell) -> str | None:

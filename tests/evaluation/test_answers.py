@@ -12,7 +12,7 @@ from test_kl import quantized_like
 
 from qbench.comparison.answers import classes
 from qbench.errors import DataError, EvaluationError
-from qbench.evaluation.answers import Chat, answer
+from qbench.evaluation.answers import answer
 from qbench.evaluation.evaluate import evaluate, load_task
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
 from qbench.evaluation.scoring.generate import Prompt, add_noise, decode, decode_by_transformers
@@ -20,7 +20,7 @@ from qbench.evaluation.settings import AnswerSettings
 from qbench.evaluation.tasks import Row, plan_answers, plan_task, prompt_fields
 from qbench.metrics import VARIANCE, variance_name
 
-CHAT = Chat(tokenizer=tokenizer(), ends=frozenset({1}))
+CHAT = {"tokenizer": tokenizer(), "ends": frozenset({1})}
 CHECKED = {"max_length": 96, "add_bos": False}
 
 
@@ -43,7 +43,7 @@ def test_kl_along_answers_is_that_of_float64(mode):
     model = llama()
     other = quantized_like(model, 0.3)
     task, writer = asked(PROMPTS, limit=30), BaselineWriter()
-    run = {"read": True, "settings": settings(mode, **CHECKED), "chat": CHAT}
+    run = {"read": True, "settings": settings(mode, **CHECKED), **CHAT}
     base = answer(scorer(model, mode, max_length=96, observer=writer), task, base=None, **run)
     states = writer.hidden_states()
     meter = KLObserver(states)
@@ -51,7 +51,7 @@ def test_kl_along_answers_is_that_of_float64(mode):
                   base=states.tasks["answers"], **run)  # fmt: skip
     table = read.table(meter.divergences["answers"], lambda ids: [str(i) for i in ids])
     assert read.tokens.tolist() == base.tokens.tolist()
-    for document, ids in enumerate(CHAT.tokenizer(PROMPTS)["input_ids"]):
+    for document, ids in enumerate(CHAT["tokenizer"](PROMPTS)["input_ids"]):
         rows = table[(table["document"] == document) & (table["position"] >= 0)]
         tokens = torch.tensor([[*ids, *rows["text"].astype(int)]])
         with torch.no_grad():
@@ -75,7 +75,7 @@ def test_kl_along_answers_is_that_of_float64(mode):
 def test_sampled_answers_do_not_depend_on_the_batch():
     """In slots, one by one, and by transformers' own generate."""
     model = llama()
-    ids = CHAT.tokenizer([text(i, 2 + i % 3) for i in range(6)])["input_ids"]
+    ids = CHAT["tokenizer"]([text(i, 2 + i % 3) for i in range(6)])["input_ids"]
     prompts = [
         Prompt(ids=i, limit=12, temperature=0.9, seed=seed)
         for i, seed in itertools.product(ids, (1, 2**32 - 1))
@@ -97,7 +97,7 @@ def test_draws_have_the_distribution_of_the_softmax():
 
 def test_outcomes_are_means_over_samples_with_their_variance():
     found = answer(scorer(llama(), "exact", max_length=96), asked(PROMPTS, 3, 1.5),
-                   settings("exact", **CHECKED), CHAT, base=None, read=False)  # fmt: skip
+                   settings("exact", **CHECKED), **CHAT, base=None, read=False)  # fmt: skip
     table = found.scored.outcomes.pivot(index="document", columns="metric", values="value")
     lengths = np.array(found.lengths, dtype=float).reshape(3, 3)
     assert np.allclose(table["length"], lengths.mean(1))
@@ -111,7 +111,7 @@ def test_outcomes_are_means_over_samples_with_their_variance():
 def test_a_prompt_without_room_for_its_answer_is_named():
     with pytest.raises(EvaluationError, match=r"document 1: its prompt has .* no room"):
         answer(scorer(llama(), "exact", max_length=96), asked(["a", text(1, 40)], limit=60),
-               settings("exact", **CHECKED), CHAT, base=None, read=False)  # fmt: skip
+               settings("exact", **CHECKED), **CHAT, base=None, read=False)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -180,13 +180,9 @@ def test_divergences_are_means_by_request_and_single_tokens_of_whole_texts(monke
         token=np.array([7, 8, 9, 7, 8]),
     )
     names = {7: " a", 8: "b", 9: "<"}
-    table = divergence_table(
-        {"asked": measured, "whole": measured},
-        {"whole"},
-        lambda ids: [names[token] for token in ids.tolist()],
-    )
-    assert tuple(table.columns) == DIVERGENCE_COLUMNS
-    asked, whole = (table[table["task"] == name] for name in ("asked", "whole"))
+    asked = divergence_table("asked", measured)
+    whole = divergence_table("whole", measured, lambda ids: [names[i] for i in ids.tolist()])
+    assert tuple(asked.columns) == tuple(whole.columns) == DIVERGENCE_COLUMNS
     assert asked["tokens"].tolist() == [2, 2, 1]
     assert asked["kl"].tolist() == [2.0, 0.5, 2.0]
     assert asked["change"].tolist() == [-0.5, 1.0, -2.0]

@@ -112,7 +112,7 @@ def test_documents_beyond_the_limit_are_not_asked(tmp_path):
 @pytest.mark.parametrize(
     ("task", "split", "row", "words"),
     [
-        ("arc_easy", "test", {**ARC, "answerKey": "E"}, "its answer cannot be found"),
+        ("arc_easy", "test", {**ARC, "answerKey": "E"}, "its prompt or answer cannot be computed"),
         ("hellaswag", "validation", {**HELLASWAG, "label": "-1"}, "label '-1' is not an answer"),
         ("quiz", "test", {**QUIZ, "options": []}, r"its choices are \[\], not texts"),
         ("quiz", "test", {**QUIZ, "text": None}, "text is null, so there is nothing to ask"),

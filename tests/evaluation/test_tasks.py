@@ -12,7 +12,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation import evaluate
-from qbench.evaluation.evaluate import load_task
+from qbench.evaluation.evaluate import check_documents, load_task
 from qbench.evaluation.tasks import definition_file, plan_task, read_rows
 from qbench.plan import plan
 from qbench.recipe import Overrides, Recipe
@@ -162,9 +162,8 @@ metric_list: [{metric: acc}]
 
 def test_a_field_that_is_missing_is_named_with_its_line(tmp_path):
     write(tmp_path, "sciq", "test", [SCIQ, {k: v for k, v in SCIQ.items() if k != "support"}])
-    words = r"test\.jsonl:2: no field 'support', which doc_to_text of sciq needs"
-    with pytest.raises(DataError, match=words):
-        planned(tmp_path, "sciq")
+    with pytest.raises(DataError, match=r"test\.jsonl:2: its prompt .* has no attribute 'lstrip'"):
+        check_documents(load_task(planned(tmp_path, "sciq")))
 
 
 EXAMPLES = """
@@ -233,6 +232,16 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
     path.write_text('{"text": "a\u2028b"}\n\n{"text": "c"}\n', encoding="utf-8")
     rows, _ = read_rows(path)
     assert [(row.line, row.fields["text"]) for row in rows] == [(1, "a\u2028b"), (3, "c")]
+
+
+def test_what_a_tasks_code_lacks_is_named(tmp_path):
+    code = (tmp_path / "code.py").with_suffix(".py")
+    code.write_text("import no_such_package_at_all.part\n\ndef target(doc):\n    return ''\n")
+    (tmp_path / "mine.yaml").write_text(MINE)
+    write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
+    with pytest.raises(DataError, match="imports no_such_package_at_all, which is not installed: "
+                       "pip install no_such_package_at_all, or leave"):  # fmt: skip
+        load_task(plan_task("mine", data=tmp_path, definitions=tmp_path))
 
 
 @pytest.mark.parametrize(
