@@ -88,10 +88,15 @@ def tiny(**changes):
     return LlamaForCausalLM(LlamaConfig(**sizes, **changes)).eval()
 
 
-def test_what_a_sliding_window_hides_is_no_zero_weight(pair):
-    model = tiny(sliding_window=8)
+def ours(**changes):
+    model = tiny(**changes)
     model.config.qbench_normalizer = "softmax"
     set_attention(model, normalizer="softmax")
+    return model
+
+
+def test_what_a_sliding_window_hides_is_no_zero_weight(pair):
+    model = ours(sliding_window=8)
     result = measured(model, pair[1], torch.randint(0, 64, (2, 40)))
     assert result.zeros == 0.0
     assert result.mass == pytest.approx(1.0)
@@ -105,9 +110,7 @@ def test_attention_that_is_not_ours_is_refused(pair):
 
 
 def test_a_model_that_gives_no_numbers_is_refused(pair):
-    model = tiny()
-    model.config.qbench_normalizer = "softmax"
-    set_attention(model, normalizer="softmax")
+    model = ours()
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(EvaluationError, match="nan"):

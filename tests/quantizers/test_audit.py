@@ -83,92 +83,41 @@ class Wandering(PackedLinear):
         return super().forward(x) * (1 if x.shape[0] > 16 else 1.1)
 
 
-def in_place(kind):
-    return lambda model: setattr(model.get_submodule(LAYER), "__class__", kind)
-
-
-def left_out(model):
-    model.set_submodule(LAYER, linears(llama())[LAYER])
-
-
-def head_too(model):
-    model.lm_head = packed_layer(settings("rtn-4bit"), llama().lm_head)
-
-
-def changed(model):
-    layer = copy.deepcopy(linears(llama())[LAYER])
-    layer.weight.data *= 1.01
-    model.set_submodule(LAYER, layer)
-
-
-def zero_off(model):
-    model.get_submodule(LAYER).zero += 1
-
-
-def other_scales(model):
-    layer = model.get_submodule(LAYER)
-    layer.scale = layer.scale.flip(0) * 4
-
-
-def not_finite(model):
-    model.get_submodule(LAYER).scale[0, 0] = torch.inf
-
-
-def broken_norm(model):
-    model.model.norm.weight.data[5] = torch.nan
-
-
-def other_bias(model):
-    model.get_submodule(LAYER).bias = torch.full((160,), 0.1)
-
-
-def other_norm(model):
-    model.model.layers[1].input_layernorm.weight.data *= 2
-
-
-def other_embeddings(model):
-    model.model.embed_tokens.weight.data[5] += 0.5
-
-
-def other_head(model):
-    model.lm_head.weight.data *= 1.01
-
-
-def no_codes(model):
-    model.get_submodule(LAYER).codes = torch.zeros(1, 1, dtype=torch.uint8)
-
-
 IGNORING = {"ignore": ("*.1.mlp.up_proj",)}
-BROKEN = [
-    (in_place(Keeping), {}, f"{LAYER}: the weights are the original's: nothing was quantized"),
-    (in_place(Keeping), {}, "off the stored ones"),
-    (in_place(Wandering), {}, "on random inputs"),
-    (left_out, {}, f"not quantized: {LAYER} [160, 64]"),
-    (head_too, {}, "lm_head: quantized, though the settings leave it out"),
-    (lambda model: None, IGNORING, f"{LAYER}: quantized, though the settings leave it out"),
-    (changed, IGNORING, f"{LAYER}: neither quantized nor the original"),
-    (zero_off, {}, "the mean error is"),
-    (other_scales, {}, "weight error"),
-    (not_finite, {}, f"{LAYER}: weights that are not finite"),
-    (not_finite, {}, "logits are not finite"),
-    (broken_norm, {}, "model.norm.weight: 1 of 64 values are not finite"),
-    (other_bias, {}, f"{LAYER}.bias: the original has none"),
-    (other_norm, {}, "model.layers.1.input_layernorm.weight: not the original's"),
-    (other_embeddings, {}, "its embeddings: not the original's"),
-    (other_head, {}, "its LM head: not the original's"),
-    (no_codes, {}, "forward fails"),
-    (no_codes, {}, f"{LAYER}: cannot be measured"),
-]
+BROKEN = [  # what is done to the layer or its model, settings, what the audit says
+    ("layer.__class__ = Keeping", {}, f"{LAYER}: the weights are the original's: nothing was qua"),
+    ("layer.__class__ = Keeping", {}, "off the stored ones"),
+    ("layer.__class__ = Wandering", {}, "on random inputs"),
+    ("model.set_submodule(LAYER, original)", {}, f"not quantized: {LAYER} [160, 64]"),
+    ("model.lm_head = packed_layer(settings('rtn-4bit'), llama().lm_head)", {},
+     "lm_head: quantized, though the settings leave it out"),
+    ("pass", IGNORING, f"{LAYER}: quantized, though the settings leave it out"),
+    ("original.weight.data *= 1.01; model.set_submodule(LAYER, original)", IGNORING,
+     f"{LAYER}: neither quantized nor the original"),
+    ("layer.zero += 1", {}, "the mean error is"),
+    ("layer.scale = layer.scale.flip(0) * 4", {}, "weight error"),
+    ("layer.scale[0, 0] = torch.inf", {}, f"{LAYER}: weights that are not finite"),
+    ("layer.scale[0, 0] = torch.inf", {}, "logits are not finite"),
+    ("inner.norm.weight.data[5] = torch.nan", {}, "model.norm.weight: 1 of 64 values are not fin"),
+    ("layer.bias = torch.full((160,), 0.1)", {}, f"{LAYER}.bias: the original has none"),
+    ("inner.layers[1].input_layernorm.weight.data *= 2", {},
+     "model.layers.1.input_layernorm.weight: not the original's"),
+    ("inner.embed_tokens.weight.data[5] += 0.5", {}, "its embeddings: not the original's"),
+    ("model.lm_head.weight.data *= 1.01", {}, "its LM head: not the original's"),
+    ("layer.codes = torch.zeros(1, 1, dtype=torch.uint8)", {}, "forward fails"),
+    ("layer.codes = torch.zeros(1, 1, dtype=torch.uint8)", {}, f"{LAYER}: cannot be measured"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("harm", "stated", "says"), BROKEN)
 def test_a_broken_layer_is_caught_and_named(rtn4, harm, stated, says):
     model = copy.deepcopy(rtn4)
-    harm(model)
+    names = {"model": model, "inner": model.model, "layer": model.get_submodule(LAYER)}
+    exec(harm, globals() | names | {"original": linears(llama())[LAYER]})
     report = check(model, settings("rtn-4bit", **stated))
     assert not report.passed
     assert any(says in problem for problem in report.problems)
-    assert (report.left_out == (LAYER,)) == (harm is left_out or (bool(stated) and harm is changed))
+    assert (report.left_out == (LAYER,)) == ("set_submodule(LAYER" in harm)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

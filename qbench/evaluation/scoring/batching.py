@@ -148,21 +148,14 @@ def encode(
     if not texts:
         return []
     unique = list(dict.fromkeys(texts))
-    if tokenizer.is_fast:
-        # Encode without the offsets and masks that transformers asks for, in a third of the time
-        inner = tokenizer.backend_tokenizer
-        inner.no_truncation()
-        inner.no_padding()
-        inner.encode_special_tokens = tokenizer.split_special_tokens
-        kept = os.environ.get(THREADS, "false")
-        os.environ[THREADS] = "true"  # it is off because of forks, and none happens here
-        try:
-            encodings = inner.encode_batch_fast(unique, add_special_tokens=special_tokens)
-        finally:
-            os.environ[THREADS] = kept
-        ids = [encoding.ids for encoding in encodings]
-    else:
-        ids = [tokenizer.encode(text, add_special_tokens=special_tokens) for text in unique]
+    kept = os.environ.get(THREADS, "false")
+    os.environ[THREADS] = "true"  # it is off because of forks, and none happens here
+    try:
+        ids = tokenizer(
+            unique, add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
+        )["input_ids"]
+    finally:
+        os.environ[THREADS] = kept
     by_text = dict(zip(unique, ids, strict=True))
     return [by_text[text] for text in texts]
 

@@ -9,7 +9,7 @@ HFLM's whole product does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,12 +53,6 @@ class Projection:
     multiple: int = 1
     total: int = 0
     chosen: Tensor | None = None
-
-    def parts(self, count: int, at_once: int) -> Iterator[tuple[int, int]]:
-        """Yield (first, last + 1) row of parts of ``count`` rows, about ``at_once`` each."""
-        at_once += -at_once % self.multiple
-        for first in range(0, count, at_once):
-            yield first, min(first + at_once, count)
 
     def of(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[int, int], Tensor]:
         """Return a function that gives the logits [last − first, vocabulary] of a part. The
@@ -171,7 +165,9 @@ def score_rows(
     )
     count, logits_of = len(hidden), projection.of(head, hidden)
     picked, tops = [], []
-    for first, last in projection.parts(count, at_once):
+    at_once += -at_once % projection.multiple
+    for first in range(0, count, at_once):
+        last = min(first + at_once, count)
         logits = logits_of(first, last)
         log_probabilities = functional.log_softmax(logits, dim=-1, dtype=softmax_dtype)
         low, high = np.searchsorted(rows, (first, last))
