@@ -362,19 +362,17 @@ class _Evaluation:
         """Score ``tasks`` (finished ones come from the cache if ``reuse``) into ``result``. A task
         that fails is named there and the others are kept; raises its error if none is left."""
         cell, result = self.cell, self.result
-        finished = {task.name: done for task in tasks if reuse and (done := self._finished(task))}
-        left = {task.name for task in tasks} - finished.keys()
+        done = {task.name: self._finished(task) if reuse else None for task in tasks}
+        left = [task for task in tasks if done[task.name] is None]
         if self.base is not None and left:
+            names = sorted({task.name for task in left} & self.base)
             try:
-                states = BaselineHiddenStates.load(
-                    self.cache, self.base_parts, sorted(left & self.base)
-                )
+                states = BaselineHiddenStates.load(self.cache, self.base_parts, names)
                 self.observer = KLObserver(states)
             except ResultsError as error:
                 self.base, result.no_damage = None, Unavailable(reason=str(error), retry=True)
         elif self.is_baseline:
             self.observer = BaselineWriter()
-        scorer = None
         if left:
             scorer = language_model(
                 model, self.tokenizer, cell.scoring, progress=result.advance, observer=self.observer
@@ -392,21 +390,15 @@ class _Evaluation:
 
         judged: dict[str, Future[TaskResult | None]] = {}
         with ThreadPoolExecutor(1) as thread:  # a task is judged while the next one is scored
-            for task in tasks:
-                if task.name in finished:
-                    continue
+            for task in left:
                 result.progress.stage(cell.name, f"evaluate {task.name}")
                 work = attempt(task, partial(self._score, scorer, task))
                 if work is not None:
                     judged[task.name] = thread.submit(attempt, task, work)
                     if getattr(task.task, "has_code", True):  # which may draw
                         judged[task.name].exception()
-        for task in tasks:
-            done = finished.get(task.name)
-            if task.name in judged:
-                done = judged[task.name].result()
-            if done is not None:
-                result.tasks.append(done)
+        done |= {name: future.result() for name, future in judged.items()}
+        result.tasks += filter(None, done.values())
         if failures and not result.tasks:
             raise failures[0]
         result.groups = group_scores(

@@ -230,7 +230,7 @@ def _losses(comparison: Comparison, record: Record) -> dict[tuple[str, str], tup
 def _definition(task: str) -> dict[str, Any]:
     """Return lm-eval's definition of the task; empty if it has none."""
     try:
-        return read_definition(definition_file(task, None)).config
+        return read_definition(definition_file(task, None))
     except QbenchError:
         return {}
 

@@ -406,7 +406,7 @@ def plan(
     if recipe.primary is not None:
         scores = [f"{group.name}/{metric.metric}" for group in groups for metric in group.metrics]
         for task in tasks:
-            listed = read_definition(task.definition).config.get("metric_list") or ()
+            listed = read_definition(task.definition).get("metric_list") or ()
             scores += [f"{task.name}/{entry['metric']}" for entry in listed]
         if base_metric(recipe.primary) not in scores:
             names = ", ".join(scores)

@@ -47,6 +47,7 @@ from qbench.evaluation.degradation import Outcomes
 from qbench.evaluation.settings import FEWSHOT_SEED, AnswerSettings, ScoringSettings
 from qbench.evaluation.tasks import (
     TaskSpec,
+    definition_digest,
     evaluation_split,
     fewshot_split,
     missing_module,
@@ -107,6 +108,8 @@ class TemplateTask(ConfigurableTask):
         self._documents: list[dict[str, Any]] | None = None
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
         self.has_code = any(callable(getattr(self.config, name)) for name in TEMPLATES)
+        # whether its requests do not depend on earlier random draws
+        self.draws_nothing = not self.has_code and not self.config.num_fewshot
         if not self.has_code:  # code might change a document
             self._documents = list(super().eval_docs)
             self._made = {id(document): {} for document in self._documents}
@@ -140,11 +143,6 @@ class TemplateTask(ConfigurableTask):
 
     def doc_to_choice(self, doc: Any, doc_to_choice: Any = None) -> Any:
         return self._once(super().doc_to_choice, doc, doc_to_choice)
-
-    @property
-    def draws_nothing(self) -> bool:
-        """Return whether its requests do not depend on earlier random draws."""
-        return not self.has_code and not self.config.num_fewshot
 
     def build_all_requests(self, **settings: Any) -> None:
         """Build the requests once, since models of a process share them; forget earlier answers."""
@@ -185,7 +183,7 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
     Raises DataError if definition or data changed since they were planned, or if lm-eval cannot use
     them.
     """
-    config = read_definition(spec.definition).config
+    config = read_definition(spec.definition)
     config["num_fewshot"] = spec.num_fewshot
     for entry in config.get("metric_list") or ():
         metric = entry.get("metric") if isinstance(entry, dict) else None
@@ -225,7 +223,7 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
         if spec.files and isinstance(error, (KeyError, TypeError, UndefinedError)):
             line += "; do its data have the fields that it needs?"
         raise DataError(line) from error
-    if read_definition(spec.definition).digest != spec.definition_digest:
+    if definition_digest(read_definition(spec.definition)) != spec.definition_digest:
         raise DataError(
             f"{spec.name}: its definition, {spec.definition} or the code beside it, changed "
             "after this run began; run again"
@@ -719,12 +717,17 @@ def _scores(
                 value = math.inf  # a perplexity beyond the largest double
         if not isinstance(value, int | float | np.number):
             continue
+        column, stderr = outcomes["value"][outcomes["metric"] == name], None
+        if len(column) > 1 and aggregation in ("mean", "perplexity"):
+            stderr = float(column.std(ddof=1)) / math.sqrt(len(column))
+            if aggregation == "perplexity":  # the delta method, which lm-eval's bootstrap estimates
+                stderr *= perplexity(-fmean(column))
         yield Score(
             task=task.name,
             label=task.label,
             metric=name,
             value=float(value),
-            stderr=_standard_error(aggregation, outcomes.loc[outcomes["metric"] == name, "value"]),
+            stderr=stderr,
             higher_is_better=bool(task.task.higher_is_better().get(metric, True)),
             aggregation=aggregation,
             documents=documents,
@@ -768,17 +771,6 @@ def group_scores(groups: Sequence[TaskGroup], scores: Sequence[Score]) -> tuple[
                     )
                 )
     return tuple(scored)
-
-
-def _standard_error(aggregation: str, values: pd.Series) -> float | None:
-    """Return the standard error of a mean; of a perplexity exp(−mean) times that of the
-    log-likelihoods (delta method), which lm-eval's bootstrap estimates. None for other
-    aggregations.
-    """
-    if len(values) < 2 or aggregation not in ("mean", "perplexity"):
-        return None
-    error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    return error if aggregation == "mean" else error * perplexity(-fmean(values))
 
 
 def _name(metric: str, filter_: str) -> str:

@@ -55,16 +55,23 @@ class BaselineHiddenStates:
         """Write the hidden states of ``task``, and the LM head, to the cache, each with its digest.
         ``parts``: the cell's key parts. Raises ResultsError if that fails."""
         states = self.tasks.get(task)
-        tensors = {} if states is None else states._asdict()
-        named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        _write(cache, task_key(parts, task), named)
+        files = {task_key(parts, task): {} if states is None else states._asdict()}
         try:
-            head = _read(cache, head_key(parts))
+            kept = len(_read(cache, head_key(parts))["weight"])
         except ResultsError:
-            head = {}
-        if "weight" not in head or len(head["weight"]) < len(self.weight):
-            bias = {} if self.bias is None else {"bias": self.bias}
-            _write(cache, head_key(parts), {"weight": self.weight, **bias})
+            kept = -1
+        if kept < len(self.weight):
+            files[head_key(parts)] = {"weight": self.weight, "bias": self.bias}
+        for key, tensors in files.items():
+            path = baseline_file(cache, key)
+            clean_temporaries(path.parent)
+            named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+            try:
+                write_tensors(path, named, {"key": key})
+            except OutputError as error:
+                raise ResultsError(
+                    f"{error}; make room there, or leave damage out with evaluation.damage: false"
+                ) from error
 
     @classmethod
     def load(
@@ -78,18 +85,6 @@ class BaselineHiddenStates:
                 states[task] = TaskHiddenStates(**tensors)
         head = _read(cache, head_key(parts)) if states else {"weight": torch.empty(0)}
         return cls(states, head["weight"], head.get("bias"))
-
-
-def _write(cache: Path, key: str, tensors: dict[str, Tensor]) -> None:
-    """Write ``tensors`` to the cache under ``key``. Raises ResultsError with a remedy."""
-    path = baseline_file(cache, key)
-    clean_temporaries(path.parent)
-    try:
-        write_tensors(path, tensors, {"key": key})
-    except OutputError as error:
-        raise ResultsError(
-            f"{error}; make room there, or leave damage out with evaluation.damage: false"
-        ) from error
 
 
 def _read(cache: Path, key: str) -> dict[str, Tensor]:

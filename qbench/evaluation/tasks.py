@@ -15,7 +15,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,56 +42,35 @@ class Function:
     name: str
     folder: Path
 
-    @property
-    def file(self) -> Path | None:
-        """Return the Python file beside the definition; None if the module is installed."""
-        module = self.name.rpartition(".")[0].replace(".", "/")
-        path = self.folder / f"{module}.py"
-        return path if path.is_file() else None
-
     def __str__(self) -> str:
         return f"!function {self.name}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Definition:
-    """One task's definition with its includes resolved; values may be ``Function`` objects."""
-
-    path: Path
-    config: dict[str, Any]
-
-    @property
-    def code(self) -> list[Path]:
-        """Return the Python files that its functions are in."""
-        todo, files = [self.config], set()
-        while todo:
-            value = todo.pop()
-            if isinstance(value, Function):
-                files |= {value.file} - {None}
-            elif isinstance(value, dict | list):
-                todo += value.values() if isinstance(value, dict) else value
-        return sorted(files)
-
-    @property
-    def digest(self) -> str:
-        """Return the SHA-256 of the definition and of the Python files that its functions are in or
-        may call, all beside them, wherever they lie."""
-        canonical = json.dumps(self.config, sort_keys=True, default=str)
-        total = hashlib.sha256(canonical.encode())
-        for path in sorted({file for code in self.code for file in code.parent.glob("*.py")}):
-            total.update(f"{path.name} {file_digest(path)}\n".encode())
-        return total.hexdigest()
-
-
-def read_definition(path: Path) -> Definition:
-    """Return the definition in the YAML file ``path``, includes resolved. Raises RecipeError if it
-    is not one."""
+def read_definition(path: Path) -> dict[str, Any]:
+    """Return the definition in the YAML file ``path``, includes resolved; values may be
+    ``Function`` objects. Raises RecipeError if it is not one."""
     try:
-        config = _resolved(path.expanduser().resolve(), ())
+        return _resolved(path.expanduser().resolve(), ())
     except (yaml.YAMLError, OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError(f"{path}: not a task definition: {reason}") from None
-    return Definition(path=path, config=config)
+
+
+def definition_digest(definition: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a definition and of the Python files that its functions are in or may
+    call, all beside them, wherever they lie."""
+    todo, folders = [definition], set()
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Function):
+            module = value.folder / f"{value.name.rpartition('.')[0].replace('.', '/')}.py"
+            folders |= {module.parent} if module.is_file() else set()
+        elif isinstance(value, dict | list):
+            todo += value.values() if isinstance(value, dict) else value
+    total = hashlib.sha256(json.dumps(definition, sort_keys=True, default=str).encode())
+    for path in sorted({file for folder in folders for file in folder.glob("*.py")}):
+        total.update(f"{path.name} {file_digest(path)}\n".encode())
+    return total.hexdigest()
 
 
 def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
@@ -132,7 +111,7 @@ def expand(name: str, definitions: Path | None) -> list[str]:
     if _find("task", name, definitions) is not None:
         return [name]
     if (path := _find("group", name, definitions)) is not None:
-        children = _children(name, read_definition(path).config)
+        children = _children(name, read_definition(path))
         return [leaf for child in children for leaf in expand(child, definitions)]
     if tagged := _tagged(name, _folders(definitions)):
         return tagged
@@ -168,7 +147,7 @@ def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
     path = _find("group", name, definitions)
     if path is None:
         return []
-    config = read_definition(path).config
+    config = read_definition(path)
     metrics = tuple(
         GroupMetric(
             metric=entry["metric"],
@@ -290,7 +269,7 @@ def _tagged(tag: str, folders: list[Path]) -> list[str]:
             }
             names |= todo
         for path in names:
-            config = read_definition(path).config if path.suffix == ".yaml" else {}
+            config = read_definition(path) if path.suffix == ".yaml" else {}
             if tag in _listed(config.get("tag")) and "group" not in config:
                 tasks.add(config["task"])
     return sorted(tasks)
@@ -453,9 +432,9 @@ def plan_task(
     path = definition_file(name, definitions)
     definition = read_definition(path)
     for key, what in IMPOSSIBLE.items():
-        if definition.config.get(key):
+        if definition.get(key):
             raise DataError(f"{name}: it {what}, which qbench cannot do; leave the task out")
-    config = {**definition.config, "num_fewshot": definition.config.get("num_fewshot")}
+    config = {**definition, "num_fewshot": definition.get("num_fewshot")}
     label = name
     if num_fewshot is not None:
         if num_fewshot != (config["num_fewshot"] or 0):
@@ -490,7 +469,7 @@ def plan_task(
         name=name,
         label=label,
         definition=path,
-        definition_digest=definition.digest,
+        definition_digest=definition_digest(definition),
         stated_fewshot=num_fewshot,
         num_fewshot=config["num_fewshot"] or 0,
         needs_tokenizer=isinstance(config.get("custom_dataset"), Function) and not data_files,
@@ -530,7 +509,7 @@ def plan_answers(
         name=ANSWERS,
         label=ANSWERS,
         definition=PROMPTS,
-        definition_digest=read_definition(PROMPTS).digest,
+        definition_digest=definition_digest(read_definition(PROMPTS)),
         documents=len(rows),
         output_type="generate_until",
         max_gen_toks=settings.max_new_tokens,

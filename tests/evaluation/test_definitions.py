@@ -42,7 +42,7 @@ def test_definitions_read_as_lm_eval_reads_them():
     names = random.Random(0).sample(task_names(), 30)
     for name in ["arc_easy", "wikitext", "coqa", *names]:
         path = definition_file(name, None)
-        assert plain(read_definition(path).config) == load_yaml(path, resolve_func=False), name
+        assert plain(read_definition(path)) == load_yaml(path, resolve_func=False), name
 
 
 def test_an_include_that_comes_back_to_itself_is_refused(tmp_path):

@@ -229,10 +229,6 @@ class BatchPlan:
 
     groups: list[Any]
 
-    @property
-    def requests(self) -> int:
-        return sum(len(group.request_indices) for group in self.groups)
-
     def split(self) -> tuple[Self, Self] | None:
         """Return the plan as two halves; None if it has a single group."""
         if len(self.groups) == 1:

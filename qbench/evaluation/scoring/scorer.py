@@ -411,7 +411,7 @@ class Scorer(LM):
         results: list[tuple[Batch, RowScores]] = []
         done = 0
         for part in _parts(plans, self._state_bytes) if self._stream else [[p] for p in plans]:
-            count = sum(planned.requests for planned in part)
+            count = sum(len(group.request_indices) for planned in part for group in planned.groups)
 
             def tell(share: float, done: int = done, count: int = count) -> None:
                 if self._progress is not None and counts is self._counts:
