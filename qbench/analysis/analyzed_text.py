@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qbench.errors import DataError, RecipeError
+from qbench.errors import RecipeError
 from qbench.evaluation.tasks import TaskSpec, read_rows
 
 LENGTH = 512  # tokens of a text, unless a checkpoint has a shorter context
@@ -17,44 +17,14 @@ ROLLING = "loglikelihood_rolling"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextFile:
-    """The texts in the ``field`` of each line of a JSON Lines file."""
+class TextSource:
+    """The texts of one ``field`` of a JSON Lines file, or the documents of a task that scores whole
+    texts, each as the task scores it; ``digest`` is that of the file or the task."""
 
-    path: Path
-    field: str
-    digest: str  # SHA-256 of the file's bytes
-
-    @property
-    def name(self) -> str:
-        return f"{self.path.name}, field {self.field}"
-
-    def texts(self) -> list[str]:
-        """Return the texts. Raises DataError if the file was changed after planning."""
-        rows, digest = read_rows(self.path)
-        if digest != self.digest:
-            raise DataError(f"{self.path}: changed after this run began; run again")
-        return [row.text(self.field, self.path) for row in rows]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskText:
-    """The documents of a task that scores whole texts, each as the task scores it."""
-
-    task: TaskSpec
-
-    @property
-    def name(self) -> str:
-        return f"task {self.task.name}"
-
-    @property
-    def digest(self) -> str:
-        return self.task.digest
-
-    def texts(self) -> list[str]:
-        from qbench.evaluation.evaluate import load_task
-
-        loaded = load_task(self.task).task
-        return [loaded.doc_to_target(document) for document in loaded.eval_docs]
+    name: str
+    digest: str
+    field: str | None
+    texts: Callable[[], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +34,7 @@ class AnalysisSettings:
     ``blocks``: a sensitivity quantizes decoder layers one at a time, not linear layers.
     """
 
-    source: TextFile | TaskText
+    source: TextSource
     samples: int
     length: int
     bos: bool
@@ -78,10 +48,9 @@ class AnalysisSettings:
 
     def key_parts(self) -> dict[str, Any]:
         """Return what determines the analyzed tokens, for keys."""
-        field = self.source.field if isinstance(self.source, TextFile) else None
         return {
             "text": self.source.digest,
-            "field": field,
+            "field": self.source.field,
             "samples": self.samples,
             "length": self.length,
             "bos": self.bos,
@@ -89,26 +58,33 @@ class AnalysisSettings:
         }
 
 
-def text_file(path: Path, field: str) -> TextFile:
+def text_file(path: Path, field: str) -> TextSource:
     """Return the texts of a JSON Lines file. Raises DataError if a line is malformed or lacks
     ``field``."""
     rows, digest = read_rows(path)
-    for row in rows:
-        row.text(field, path)
-    return TextFile(path=path, field=field, digest=digest)
+    texts = [row.text(field, path) for row in rows]
+    name = f"{path.name}, field {field}"
+    return TextSource(name=name, digest=digest, field=field, texts=lambda: texts)
 
 
-def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TaskText:
+def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TextSource:
     """Return the texts of the first of ``tasks`` that scores whole texts. ``skipped``: names of
     tasks without data. Raises RecipeError if there is none."""
-    for task in tasks:
-        if task.output_type == ROLLING:
-            return TaskText(task=task)
-    without = f" ({', '.join(skipped)}: no data)" if skipped else ""
-    raise RecipeError(
-        f"tasks: none of the recipe's scores whole texts (as wikitext does){without}, so there is "
-        "no text to analyze; name one with --text FILE.jsonl"
-    )
+    task = next((task for task in tasks if task.output_type == ROLLING), None)
+    if task is None:
+        without = f" ({', '.join(skipped)}: no data)" if skipped else ""
+        raise RecipeError(
+            f"tasks: none of the recipe's scores whole texts (as wikitext does){without}, so there "
+            "is no text to analyze; name one with --text FILE.jsonl"
+        )
+
+    def texts() -> list[str]:
+        from qbench.evaluation.evaluate import load_task
+
+        loaded = load_task(task).task
+        return [loaded.doc_to_target(document) for document in loaded.eval_docs]
+
+    return TextSource(name=f"task {task.name}", digest=task.digest, field=None, texts=texts)
 
 
 def default_length(contexts: Iterable[int | None]) -> int:
