@@ -29,6 +29,7 @@ from qbench.errors import (
     AuditError,
     CheckpointError,
     DataError,
+    EvaluationError,
     QbenchError,
     ResultsError,
     UnavailableError,
@@ -433,6 +434,10 @@ class _Evaluation:
         cell, start, answered = self.cell, time.perf_counter(), None
         if task.answers is None:
             ask(scorer, task, cell.scoring)
+        elif not hasattr(scorer, "answer"):
+            raise EvaluationError(
+                f"{task.name}: set evaluation.scoring to exact or fast: only these give tokens"
+            )
         else:
             kept, read = None, self.observer is not None
             if self.base is not None:

@@ -105,14 +105,9 @@ def answer(
     """Generate the cell's answers. With ``read`` also score trajectories, for the scorer's
     observer: the answers of ``base``, the unquantized cell, or the cell's own if it is None.
 
-    Raises EvaluationError if a prompt cannot be rendered or is too long, or the scorer gives no
-    tokens.
+    Raises EvaluationError if a prompt cannot be rendered or is too long.
     """
     assert task.answers is not None
-    if not hasattr(scorer, "answer"):
-        raise EvaluationError(
-            f"{ANSWERS}: set evaluation.scoring to exact or fast: only these give tokens"
-        )
     limit, temperature = task.answers.max_new_tokens, task.answers.temperature
     prompts = _ask(scorer, task, settings, tokenizer)
     requests = []

@@ -35,7 +35,7 @@ class Runtime(HFLM):
         )
 
 
-def recipe(folder, **changes):
+def recipe(folder, answers=None, **changes):
     column = {"name": "lm-eval", "model": "qbench-test-runtime", "label": "served", "bits": 8,
               "args": {"folder": str(DEMO / "softmax")}} | changes  # fmt: skip
     return small_recipe(
@@ -43,6 +43,7 @@ def recipe(folder, **changes):
         checkpoints={"base": str(DEMO / "softmax")},
         quantizers=["fp32", column],
         evaluation={"limit": 4, "scoring": "exact"},
+        answers=answers,
     )
 
 
@@ -62,6 +63,19 @@ def test_a_runtimes_scores_are_paired_with_the_models_and_not_audited(tmp_path, 
     assert flips["demo_choice"]["acc"].documents == 4
     shown = capfd.readouterr().out
     assert "base/served: not audited" in shown
+
+
+def test_a_runtime_gives_no_tokens_of_answers(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}\n')
+    path = recipe(tmp_path, answers={"prompts": str(prompts), "max_new_tokens": 4})
+    options = ("--tasks", "demo_lastword", "--only", "base/served", "--device", "cpu")
+    assert qbench("run", path, "--out", tmp_path / "out", *options) == 1
+    (served,) = (one for one in Store(tmp_path / "out").records() if one.quantizer == "served")
+    assert served.failed_tasks == {
+        "answers": "answers: set evaluation.scoring to exact or fast: only these give tokens"
+    }
+    assert {score.task for score in served.scores} == {"demo_lastword"}
 
 
 def test_a_runtime_that_does_not_answer_is_a_failed_cell_in_one_line(tmp_path, capfd):
