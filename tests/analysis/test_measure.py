@@ -6,7 +6,7 @@ import pytest
 import torch
 from loading import load_model
 from small_recipe import DEMO
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from tiny import tiny_model
 
 from qbench.analysis.attention_weights import TOKENS, attention_maps
 from qbench.analysis.measure import measure
@@ -77,26 +77,15 @@ def test_inputs_that_layers_share_are_measured_like_any_other(pair):
     assert key.rms == result[name].rms != gate.rms
 
 
-def tiny(**changes):
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    }  # fmt: skip
-    if "sliding_window" in changes:
-        return MistralForCausalLM(MistralConfig(**sizes, **changes)).eval()
-    return LlamaForCausalLM(LlamaConfig(**sizes, **changes)).eval()
-
-
-def ours(**changes):
-    model = tiny(**changes)
+def ours(kind="llama"):
+    model = tiny_model(kind)
     model.config.qbench_normalizer = "softmax"
     set_attention(model, normalizer="softmax")
     return model
 
 
 def test_what_a_sliding_window_hides_is_no_zero_weight(pair):
-    model = ours(sliding_window=8)
+    model = ours("ministral")
     result = measured(model, pair[1], torch.randint(0, 64, (2, 40)))
     assert result.zeros == 0.0
     assert result.mass == pytest.approx(1.0)
@@ -106,7 +95,7 @@ def test_what_a_sliding_window_hides_is_no_zero_weight(pair):
 
 def test_attention_that_is_not_ours_is_refused(pair):
     with pytest.raises(UnavailableError, match="its attention is sdpa"):
-        measured(tiny(), pair[1], torch.zeros(1, 8, dtype=torch.long))
+        measured(tiny_model("llama"), pair[1], torch.zeros(1, 8, dtype=torch.long))
 
 
 def test_a_model_that_gives_no_numbers_is_refused(pair):

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import torch
-from scoring_models import scorer
+from scoring_models import scorer, settings
 from small_recipe import DEMO, qbench, small_recipe
-from transformers import OPTConfig, OPTForCausalLM
+from tiny import tiny_model
 
 from qbench.comparison.compare import compare
 from qbench.errors import DataError, UnavailableError
@@ -46,7 +46,7 @@ def test_nonsense_is_refused_with_its_line_when_it_is_loaded(data, task, fields,
     change(data, task, 3, **fields)
     loaded = load_task(plan_task(task, data=data, definitions=DEMO / "tasks"))
     with pytest.raises(DataError, match=rf"{task}: .*test\.jsonl:3: {words}"):
-        evaluate(None, loaded, scorer(opt(32), "exact").settings)
+        evaluate(None, loaded, settings("exact"))
 
 
 def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, capfd):
@@ -106,7 +106,8 @@ def test_a_score_is_a_number_of_numpy_too(tmp_path):
     text = path.read_text().replace("aggregation: mean", "aggregation: !function of.middle")
     path.write_text(text)
     task = load_task(plan_task("demo_lastword", data=DEMO / "data", definitions=tmp_path / "tasks"))
-    scores = evaluate(scorer(opt(64), "exact"), task, scorer(opt(64), "exact").settings).scores
+    model = scorer(tiny_model("opt"), "exact")
+    scores = evaluate(model, task, model.settings).scores
     assert {score.metric for score in scores} == {"perplexity", "acc"}
 
 
@@ -128,17 +129,8 @@ def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
     assert Store(tmp_path / "out").records()[0].failed_tasks == {}
 
 
-def opt(embedded: int):
-    torch.manual_seed(0)
-    config = OPTConfig(
-        vocab_size=400, hidden_size=64, word_embed_proj_dim=embedded, ffn_dim=96,
-        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256, init_std=0.15,
-    )  # fmt: skip
-    return OPTForCausalLM(config).eval()
-
-
 def test_a_decoder_that_does_not_give_what_the_head_takes_is_refused():
-    model = opt(64)
+    model = tiny_model("opt")
     model.get_decoder = lambda: lambda ids, use_cache: (torch.zeros(1, 8, 48),)
     with pytest.raises(UnavailableError, match=r"something lies between the two.*lm-eval"):
         scorer(model, "exact")

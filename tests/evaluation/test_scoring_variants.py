@@ -20,7 +20,6 @@ from scoring_models import (
     watch,
 )
 from tiny import tiny_model
-from transformers import Gemma2Config, Gemma2ForCausalLM
 from treated_models import decoder
 
 from qbench.attention.normalizers import NORMALIZERS
@@ -58,14 +57,7 @@ def assert_close(found, expected):
 
 def gemma2():
     """A window in every other layer, scores capped at 3."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=400, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=4,
-        sliding_window=8, attn_logit_softcapping=3.0, final_logit_softcapping=None,
-        max_position_embeddings=256, initializer_range=0.3,
-    )  # fmt: skip
-    return Gemma2ForCausalLM(config).eval()
+    return tiny_model("gemma2", attn_logit_softcapping=3.0, final_logit_softcapping=None)
 
 
 def model_with(normalizer="softpick", scheme=None, make=llama, slopes=True):
