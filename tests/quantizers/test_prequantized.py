@@ -338,7 +338,7 @@ def test_answers_are_generated_as_the_original_s(nf4, tmp_path):
     (copy / "generation_config.json").write_text(json.dumps(other))
     found = planned(tmp_path, copy)
     original, copied = (
-        load(found.cell(f"base/{name}"), found)[0].generation_config for name in ("bf16", "copy")
+        load(found.cell(f"base/{name}"), found).generation_config for name in ("bf16", "copy")
     )
     assert copied.eos_token_id == original.eos_token_id == 2
     assert copied.repetition_penalty == original.repetition_penalty
