@@ -185,9 +185,9 @@ def load_copy(cell: Cell, device: str, *, fallback: bool) -> PreTrainedModel:
 
 
 def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
-    """Return ``cell`` with the attention and the scoring mode that suit ``model``, loaded and not
-    yet quantized: its logits are measured. Append to ``detail`` why they differ from the planned
-    ones. Raises UnavailableError if the recipe rules them out."""
+    """Return ``cell`` with the attention and the scoring mode that suit ``model``, by measurement
+    (it is loaded, not yet quantized). Append to ``detail`` why they differ from the planned ones.
+    Raises UnavailableError if the recipe rules them out."""
     if cell.runtime != "transformers":
         return cell
     attention = model.chosen_attention

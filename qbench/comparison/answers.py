@@ -69,8 +69,8 @@ class AnswerDamage:
 
 def answer_damage(store: Store, record: Record, before: Record) -> AnswerDamage | None:
     """Return what quantization changed in the answers of the cell ``record`` against its
-    unquantized cell ``before``; None if the unquantized cell generated none. Raises ResultsError if
-    a table is damaged."""
+    unquantized cell ``before``; None if the cell has not read the unquantized answers. Raises
+    ResultsError if a table is damaged."""
     table, prompts = split_prompts(store.answers(record))
     if table["kl"].isna().any() or table.empty:
         return None
