@@ -155,7 +155,7 @@ def smaller_groups(
 
 
 def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
-    """Return the choice of each layer with the smallest sum of costs of at most
+    """Return the choice per layer with the smallest sum of costs among those within
     ``bits_per_weight``: a multiple-choice knapsack, solved exactly. Raises RecipeError if no choice
     fits."""
     layers = list(costs.options)

@@ -169,7 +169,7 @@ class LlamaCpp:
         settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
         self._context = library.llama_init_from_model(self._model, settings)
         if not self._context:
-            raise UnavailableError(f"{path}: llama.cpp cannot take a context of {context} tokens")
+            raise UnavailableError(f"{path}: llama.cpp refuses a context of {context} tokens")
         vocabulary = library.llama_model_get_vocab(self._model)
         self.vocabulary = int(library.llama_vocab_n_tokens(vocabulary))
         expected = shell.config.get_text_config().vocab_size

@@ -48,8 +48,8 @@ class Tolerance:
 
 
 def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | None:
-    """Return why fast scores differ from exact ones by more than ``tolerance``, or may do so by
-    what this sample tells; None if they do not."""
+    """Return why fast scores may differ from exact ones by more than ``tolerance``, judged by the
+    sample; None if they do not."""
     reasons = {} if sample.by_bias else {
         "mean": (
             sample.mean_per_token,

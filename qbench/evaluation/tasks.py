@@ -57,8 +57,8 @@ def read_definition(path: Path) -> dict[str, Any]:
 
 
 def definition_digest(definition: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a definition and of the Python files that its functions are in or may
-    call, all beside them, wherever they lie."""
+    """Return the SHA-256 of a definition and of the Python files beside it that its functions are
+    in or may call; their folder's path plays no part."""
     todo, folders = [definition], set()
     while todo:
         value = todo.pop()

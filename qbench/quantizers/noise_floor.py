@@ -25,6 +25,8 @@ def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> No
     """Add rounding noise to the output of each decoder layer of ``model``, by forward hooks."""
 
     def noisy(number: int) -> Any:
+        """Return the forward hook of layer ``number``."""
+
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             if isinstance(output, tuple):
                 return (moved(output[0], number), *output[1:])

@@ -218,8 +218,8 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
     decoder, linear = decoder_of(model), model.get_output_embeddings()
     if decoder is None or linear is None:
         raise UnavailableError(
-            f"{type(model).__name__} has no decoder and LM head that exact and fast scoring know; "
-            "use scoring: lm-eval"
+            f"{type(model).__name__} has no decoder and LM head that exact and fast scoring can "
+            "use; set scoring: lm-eval"
         )
     probe = torch.arange(1, 9, device=model.device)[None]
     calls = [
