@@ -108,7 +108,7 @@ def main() -> None:
                 (checkpoint, "only wikitext", len(less - more)),
             ]  # fmt: skip
             for name, parts in (("along", along), ("wikitext", wikitext)):
-                found = contrast(parts, "gptq-4bit", "rtn-4bit").interval
+                found = contrast(parts, "gptq-4bit", "rtn-4bit")
                 for end in ("estimate", "low", "high"):
                     ratio = math.exp(getattr(found, end))
                     rows.append((checkpoint, f"gptq {name} {end}", f"{ratio:.2f}"))
@@ -118,7 +118,7 @@ def main() -> None:
     drawn = compare(Store(DOCS.parent / "results" / "answers-sampled"))
     for metric in ("stops", "length"):
         lines = [line for line in drawn.lines if (line.task, line.metric) == (ANSWERS, metric)]
-        widest = max(one.drawn for line in lines for one in line.damages.values())
+        widest = max(one.drawn for line in lines for one in line.of("damages").values())
         rows.append(("drawn", metric, round(100 * DRAWN_ERRORS * widest, 1)))
     rows += [("sham", f"{count} {what}", share) for what, shares in SHAM.items()
              for count, share in shares.items()]  # fmt: skip

@@ -77,10 +77,9 @@ def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
         cell = {"quantizer": record.quantizer, "checkpoint": record.checkpoint}
         if name in comparison.kl.means:
             row = {**cell, "task": "all", "metric": "kl", "value": comparison.kl.means[name]}
-            if interval := getattr(comparison.kl.cells[name], "interval", None):  # of its logarithm
-                row |= {
-                    f"damage_{end}": math.exp(getattr(interval, end)) for end in ("low", "high")
-                }
+            for end in ("low", "high"):  # of the interval of its logarithm
+                if hasattr(kl := comparison.kl.cells[name], end):
+                    row[f"damage_{end}"] = math.exp(getattr(kl, end))
             yield row
         tasks = record.damage.tasks if record.damage and (kinds or sizes) else {}
         for task, damage in tasks.items():
@@ -107,8 +106,8 @@ def read_pairs(comparison: Comparison) -> Iterator[dict[str, object]]:
         if library or (other.startswith("rtn-") and rounding):
             yield {"task": "all", "metric": f"kl over {'library' if library else 'rounding'}",
                    "quantizer": quantizer, "checkpoint": checkpoint, "damage": effect.estimate,
-                   "damage_p": effect.p, "damage_low": effect.interval.low,
-                   "damage_high": effect.interval.high}  # fmt: skip
+                   "damage_p": effect.p, "damage_low": effect.low,
+                   "damage_high": effect.high}  # fmt: skip
 
 
 def read_analyses(folder: Path) -> Iterator[dict[str, object]]:

@@ -74,7 +74,7 @@ def grid(comparison: Comparison, cells: Sequence[str], values: np.ndarray) -> Co
 def wrong_order(folder: str, names: Sequence[str], documents: int, grids: int = GRIDS) -> float:
     """Return the share of grids of equal precisions in which one is called nearer than another."""
     comparison, _ = run(folder)
-    cells = [f"{comparison.checkpoints[0]}/{name}" for name in names]
+    cells = [f"{comparison.grid.checkpoints[0]}/{name}" for name in names]
     values = panel(folder, cells)
     values = values / values.mean(axis=0)
     rng, wrong = np.random.default_rng(documents), 0
@@ -89,7 +89,7 @@ def half_of_the_documents(folder: str, grids: int = GRIDS) -> dict[str, float]:
     """Return the shares of grids that find the real run's nearest precision and its whole order,
     and of the real run's significant pairs those that a grid finds or reverses."""
     comparison, columns = run(folder)
-    cells, checkpoint = list(columns), comparison.checkpoints[0]
+    cells, checkpoint = list(columns), comparison.grid.checkpoints[0]
     values = panel(folder, cells)
     real = grid(comparison, cells, values)
     order = ordered(real, checkpoint)
@@ -124,7 +124,7 @@ def coverage(
         if trainings == 1:
             index = {side: side for side in range(len(cells))}
             sample = Panel(values=drawn, weights=np.ones_like(drawn), index=index)
-            interval = effect(sample, dict(enumerate(sign)), KL_MEAN).interval
+            interval = effect(sample, dict(enumerate(sign)), KL_MEAN)
         else:
             shape = (trainings, documents, len(cells))
             noise = rng.normal(-(WITHIN**2) / 2, WITHIN, shape)
@@ -135,7 +135,7 @@ def coverage(
             sample = Panel(values=several, weights=np.ones_like(several), index=index)
             signs = [[{(side, each): sign[side] for side in range(len(cells))}
                       for each in range(trainings)]]  # fmt: skip
-            interval = over_seeds(sample, signs, KL_MEAN).interval
+            interval = over_seeds(sample, signs, KL_MEAN)
         covered += interval.low <= truth <= interval.high
     return covered / grids
 

@@ -223,7 +223,7 @@ def _losses(comparison: Comparison, record: Record) -> dict[tuple[str, str], tup
         )
         for row in comparison.lines
         if row.quantizer == record.quantizer
-        and (effect := row.effect("damages", record.checkpoint)) is not None
+        and (effect := row.effects.get(("damages", record.checkpoint))) is not None
     }
 
 

@@ -355,13 +355,19 @@ class Records(Generic[R]):
         import numpy as np
 
         names = ["task", "metric"]
-        table = self._arrow(record, "outcomes", read_dictionary=names).to_pandas(use_threads=False)
+        table = self._arrow(record, "outcomes", read_dictionary=names).unify_dictionaries()
+        if not len(table):
+            return {}
         columns = [table[name].to_numpy() for name in ("document", "value", "weight")]
-        groups = {}
-        for name, rows in table.groupby(names, sort=False, observed=True).indices.items():
+        tasks, metrics = (table[name].combine_chunks() for name in names)
+        codes = tasks.indices.to_numpy() * len(metrics.dictionary) + metrics.indices.to_numpy()
+        order, groups = np.argsort(codes, kind="stable"), {}
+        parts = np.split(order, np.flatnonzero(np.diff(codes[order])) + 1)
+        for rows in sorted(parts, key=lambda rows: rows[0]):
             document, value, weight = (column[rows] for column in columns)
             if not (np.diff(document) > 0).all() and len(np.unique(document)) < len(document):
                 raise self._listed_twice(record)
+            name = tasks[rows[0]].as_py(), metrics[rows[0]].as_py()
             groups[name] = (document, value, weight)
         return groups
 

@@ -131,14 +131,13 @@ def certificate(answer: Effect | Missing, mix: Record, other: Record) -> dict[st
     first, second = texts
     if isinstance(answer, Missing):
         return parts | {"text": f"{first} against {second}: no test: {answer.reason}."}
-    inner = answer.interval
-    low, ratio, high = map(math.exp, (inner.low, inner.estimate, inner.high))
+    low, ratio, high = map(math.exp, (answer.low, answer.estimate, answer.high))
     better = bool(answer.significant and ratio < 1)
     claim = "significantly better" if better else "not shown to be better"
     claim = "significantly worse" if answer.significant and not better else claim
     interval = interval_text(answer, percent=False).removeprefix("× ")
     return parts | {
-        "text": f"{first} is {claim} than {second}: KL × {ratio_text(inner.estimate)} {interval}, "
+        "text": f"{first} is {claim} than {second}: KL × {ratio_text(answer.estimate)} {interval}, "
         f"{answer.documents:,} documents"
         + (f", Holm’s correction over {answer.family}" if answer.family > 1 else "")
         + ("." if better else f"; take {parts['other']}."),

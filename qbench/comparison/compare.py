@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, product
 
-from qbench.comparison.answers import AnswerDamage, answer_damage
+from qbench.comparison.answers import answer_damage
 from qbench.comparison.effects import columns_by_task, with_effects
-from qbench.comparison.losses import kl_of, score_losses
+from qbench.comparison.losses import kl_column, kl_from, score_losses
 from qbench.comparison.outcomes import flips_of
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
-from qbench.metrics import KL_MEAN, rank
+from qbench.metrics import KL_MEAN, REDUNDANT, is_percentage, rank
 from qbench.records import ANSWERS, GridCell, Record, RunManifest, Score
 from qbench.store import Store
-
-Scores = Mapping[tuple[str, str], Score]  # of a record, by task and metric
+from qbench.text import NO_VALUE
 
 
 def compare(store: Store, *, statistics: bool = True, against: str | None = None) -> Comparison:
@@ -44,86 +45,70 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
         return comparison
     columns = columns_by_task(comparison, store)
     comparison = with_effects(comparison, store, columns)
-    kl = kl_of(comparison, store)
+    by_document = {
+        name: kl_column(store, record)
+        for name, record in records.items()
+        if status_of(record)[0] == "ok" and record.quantized
+    }
+    kl = kl_from(comparison, by_document)
     primary = score_losses(comparison, columns, grid.primary) if grid.primary else kl
     comparison = replace(comparison, kl=kl, primary=primary, flips=flips_of(comparison, columns))
-    return replace(comparison, answers=_answers(comparison, store))
-
-
-def _answers(comparison: Comparison, store: Store) -> dict[str, AnswerDamage]:
-    """Return cell → what quantization changed in its answers, for cells that have answers."""
-    damages = {}
-    for cell in comparison.grid.cells:
-        record = comparison.records.get(cell.cell)
-        base = f"{cell.checkpoint}/{comparison.unquantized_of(cell.quantizer)}"
-        before = comparison.records.get(base)
+    answers = {}
+    for cell in grid.cells:
+        base = f"{cell.checkpoint}/{comparison.unquantized_of[cell.quantizer]}"
+        pair = [records.get(name) for name in (cell.cell, base)]
         readable = cell.quantized and not comparison.no_damage(cell.cell)
-        if readable and all(side and ANSWERS in side.files for side in (record, before)):
-            damages[cell.cell] = answer_damage(store, record, before)
-    return {name: damage for name, damage in damages.items() if damage is not None}
+        if readable and all(record and ANSWERS in record.files for record in pair):
+            answers[cell.cell] = answer_damage(store, *pair)
+    answers = {name: damage for name, damage in answers.items() if damage is not None}
+    return replace(comparison, answers=answers)
 
 
-def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
-    """Yield a row per task, precision and metric, unquantized precisions first in each task."""
-    cells = {(cell.checkpoint, cell.quantizer): cell for cell in grid.cells}
-    quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
+def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterator[Row]:
+    """Yield a row per task, precision and metric, unquantized precisions first in each task and
+    metrics in the paper's order."""
+    cells = {cell.cell: cell for cell in grid.cells}
+    first = {cell.quantizer: cell for cell in reversed(grid.cells)}
     # A precision without any record has not been run yet: ``problems`` names its cells.
-    ran = {cell.quantizer for cell in grid.cells if cell.cell in records} or {*quantized}
-    quantizers = sorted((q for q in grid.quantizers if q in ran), key=lambda q: quantized[q])
+    ran = {cell.quantizer for cell in grid.cells if cell.cell in records} or {*first}
+    quantizers = sorted((q for q in grid.quantizers if q in ran), key=lambda q: first[q].quantized)
     scores = {name: record.by_name() for name, record in records.items()}
+    examples: dict[str, dict[str, Score]] = defaultdict(dict)  # a score per task and metric
+    for score in chain.from_iterable(of_cell.values() for of_cell in scores.values()):
+        examples[score.task].setdefault(score.metric, score)
     groups = (group.group for record in records.values() for group in record.pooled_groups)
     for task in dict.fromkeys((*grid.tasks, *groups)):
-        metrics = _metrics(task, scores.values())
-        for quantizer in quantizers:
-            row = [cells.get((checkpoint, quantizer)) for checkpoint in grid.checkpoints]
-            first = next(cell for cell in row if cell is not None)
-            for metric, like in metrics.items():
-                yield Row(
-                    task=task,
-                    label=like.label if like else task,
-                    metric=metric,
-                    higher_is_better=like.higher_is_better if like else True,
-                    aggregation=_aggregation(like),
-                    quantizer=quantizer,
-                    method=first.method,
-                    title=first.title,
-                    precision=first.precision,
-                    entries=tuple(
-                        _entry(checkpoint, quantizer, cell, records, scores, (task, metric))
-                        for checkpoint, cell in zip(grid.checkpoints, row, strict=True)
-                    ),
-                )
-
-
-def _aggregation(score: Score | None) -> str:
-    """Return how documents are averaged into a score; of KL along answers the aggregation of KL."""
-    if score is None:
-        return ""
-    return KL_MEAN if score.metric == "kl" else score.aggregation
-
-
-def _metrics(task: str, scores: Iterable[Scores]) -> dict[str, Score | None]:
-    """Return metric → a score that has it, for all metrics of ``task``, in the paper's order."""
-    examples: dict[str, Score | None] = {}
-    for of_one in scores:
-        for score in of_one.values():
-            if score.task == task:
-                examples.setdefault(score.metric, score)
-    if not examples:
-        return {"—": None}
-    return dict(sorted(examples.items(), key=lambda item: rank(item[0])))
+        metrics = sorted(examples[task], key=rank) or [NO_VALUE]
+        for quantizer, metric in product(quantizers, metrics):
+            like = examples[task].get(metric)
+            aggregation = like.aggregation if like else ""
+            yield Row(
+                task=task,
+                label=like.label if like else task,
+                metric=metric,
+                higher_is_better=like.higher_is_better if like else True,
+                # of KL along answers as of all KL divergences
+                aggregation=KL_MEAN if like and metric == "kl" else aggregation,
+                quantizer=quantizer,
+                method=first[quantizer].method,
+                title=first[quantizer].title,
+                precision=first[quantizer].precision,
+                percent=is_percentage(metric),
+                redundant=REDUNDANT.get(metric) in metrics,
+                entries={
+                    name: _entry(name, quantizer, cells, records, scores, (task, metric))
+                    for name in grid.checkpoints
+                },
+            )
 
 
 def _entry(
-    checkpoint: str,
-    quantizer: str,
-    cell: GridCell | None,
-    records: Mapping[str, Record],
-    scores: Mapping[str, Scores],
-    name: tuple[str, str],
-) -> RowValue:
+    checkpoint: str, quantizer: str, cells: Mapping[str, GridCell], records: Mapping[str, Record],
+    scores: Mapping[str, Mapping[tuple[str, str], Score]], name: tuple[str, str],
+) -> RowValue:  # fmt: skip
     """Return the score ``name`` (task, metric) of one cell, or the reason why there is none."""
-    task, metric = name
+    (task, metric), cell_name = name, f"{checkpoint}/{quantizer}"
+    cell = cells.get(cell_name)
     record = records.get(cell.cell) if cell else None
     status, reason = status_of(record) if cell else ("missing", "not in the grid")
     score = None
@@ -135,7 +120,7 @@ def _entry(
             status, reason = "missing", f"the record has no {metric} of {task}"
     return RowValue(
         checkpoint=checkpoint,
-        quantizer=quantizer,
+        cell=cell_name,
         status=status,
         key=cell.key if cell else "",
         value=score and score.value,

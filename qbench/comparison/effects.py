@@ -9,6 +9,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from numpy.typing import NDArray
+
 from qbench.comparison.outcomes import of_groups, read_columns
 from qbench.comparison.rows import TESTED, Comparison, Row, status_of
 from qbench.errors import ResultsError
@@ -17,17 +19,14 @@ from qbench.records import ANSWERS
 from qbench.statistics import (
     Column,
     Effect,
-    Interval,
     Missing,
-    Panel,
+    Trainings,
     adjust,
     effects,
-    mean_score,
-    over_seeds,
-    score_interval,
+    over_trainings,
     with_drawing_error,
 )
-from qbench.statistics.panel import Signs, with_shared_documents
+from qbench.statistics.panel import Signs
 from qbench.store import Store
 
 ACCURACIES = ("acc", "acc_norm")
@@ -52,85 +51,43 @@ def chance_of_tasks(comparison: Comparison, store: Store) -> dict[str, float]:
     return chances
 
 
-def find_at_chance(
-    comparison: Comparison, intervals: Mapping[int, Mapping[str, Interval]]
-) -> frozenset[tuple[str, str, str]]:
-    """Return (checkpoint, task, metric) of each accuracy of an unquantized model whose interval
-    reaches down to chance; ``intervals``: by the row's index and checkpoint."""
-    return frozenset(
-        (checkpoint, row.task, row.metric)
-        for index, row in enumerate(comparison.lines)
-        if not row.quantized and base_metric(row.metric) in ACCURACIES
-        for checkpoint, interval in intervals.get(index, {}).items()
-        if interval.low <= comparison.chance.get(row.task, 0) > 0
-    )
-
-
 Name = tuple[str, str]  # cell, metric
 EffectKey = tuple[int, str, str]  # index of the row, contrast, checkpoint or group
 Columns = Mapping[str, Mapping[Name, Column]]  # task → (cell, metric) → outcomes
-Trainings = Sequence[Sequence[Signs]]  # groups of trainings: the signed scores of each
 
 
 def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comparison:
-    """Add Δ, damages and differences-in-differences to every row, and the rows over seeds.
+    """Add Δ, damages and differences-in-differences to every row, and the rows over seeds that all
+    groups of trainings have.
 
     ``columns``: what ``columns_by_task`` returns. p-values are adjusted over the folder within each
-    contrast, tasks at chance left out.
+    contrast, tasks at chance left out: accuracies of an unquantized model whose interval reaches
+    down to chance.
     """
-    comparison = dataclasses.replace(comparison, chance=chance_of_tasks(comparison, store))
-    single = {checkpoint: (checkpoint,) for checkpoint in comparison.checkpoints}
-    answers: dict[EffectKey, Effect | Missing] = {}
-    intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
-    for (task, _, aggregation), contrasts in _by_metric(comparison, columns, single).items():
-        signs = [signs for [[signs]] in contrasts.values()]
-        computed = effects(columns[task], signs, aggregation)
-        for key, names, answer in zip(contrasts, signs, computed, strict=True):
-            index, contrast, checkpoint = key
-            if contrast != "scores":
-                scores = [columns[task][name] for name in names]
-                drawn = [columns[task].get((cell, variance_name(m))) for cell, m in names]
-                answers[key] = with_drawing_error(answer, scores, drawn, aggregation)
-            elif (interval := score_interval(answer)) is not None:
-                intervals[index][checkpoint] = interval
-    comparison = dataclasses.replace(comparison, at_chance=find_at_chance(comparison, intervals))
-    by_row = _by_row(comparison, answers)
-    lines = tuple(
-        dataclasses.replace(row, intervals=intervals[index], **by_row[index])
-        for index, row in enumerate(comparison.lines)
+    chance, groups = chance_of_tasks(comparison, store), comparison.grid.replicates
+    single = {checkpoint: (checkpoint,) for checkpoint in comparison.grid.checkpoints}
+    answers = _effects(comparison, columns, single)
+    rows = [comparison.lines[index] for index, _, _ in answers]
+    at_chance = frozenset(
+        (checkpoint, row.task, row.metric)
+        for row, ((_, contrast, checkpoint), answer) in zip(rows, answers.items(), strict=True)
+        if contrast == "scores" and not row.quantized and base_metric(row.metric) in ACCURACIES
+        if isinstance(answer, Effect) and answer.low <= chance.get(row.task, 0) > 0
     )
-    seeds = _seed_rows(comparison, columns)
+    comparison = dataclasses.replace(comparison, chance=chance, at_chance=at_chance)
+    lines, seeds = _rows(comparison, answers), ()
+    if groups:
+        seeds = _rows(comparison, _effects(comparison, columns, groups, seeds=True))
+        seeds = tuple(row for row in seeds if row.of("scores"))
     return dataclasses.replace(comparison, lines=lines, seeds=seeds, tested=True)
 
 
-def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
-    """Return the rows over seeds: one per row of the comparison that all groups of trainings have.
-    ``columns``: see ``columns_by_task``."""
-    groups = comparison.grid.replicates
-    answers: dict[EffectKey, Effect | Missing] = {}
-    means: dict[int, dict[str, float]] = defaultdict(dict)
-    by_metric = _by_metric(comparison, columns, groups) if groups else {}
-    for (task, _, aggregation), contrasts in by_metric.items():
-        for (index, contrast, group), trainings in contrasts.items():
-            names = dict.fromkeys(name for part in trainings for signs in part for name in signs)
-            panel = Panel.of({name: columns[task][name] for name in names})
-            answer = over_seeds(panel, trainings, aggregation)
-            answers[index, contrast, group] = answer
-            if contrast == "scores" and isinstance(answer, Effect):
-                means[index][group] = mean_score(panel, list(names), aggregation)
-    by_row = _by_row(comparison, answers)
-    return tuple(
-        dataclasses.replace(row, **by_row[index], means=means[index])
-        for index, row in enumerate(comparison.lines)
-        if index in means
-    )
-
-
-def _by_metric(
-    comparison: Comparison, columns: Columns, groups: Mapping[str, Sequence[str]]
-) -> dict[tuple[str, str, str], dict[EffectKey, Trainings]]:
-    """Return (task, metric, aggregation) → the contrasts of the rows whose outcomes are known, as
-    signed scores per training."""
+def _effects(
+    comparison: Comparison, columns: Columns, groups: Mapping[str, Sequence[str]], *,
+    seeds: bool = False,
+) -> dict[EffectKey, Effect | Missing]:  # fmt: skip
+    """Return the effects of all contrasts whose outcomes there are: of single checkpoints with
+    their errors from drawing answers, or with ``seeds`` over the trainings of each group."""
     by_metric: dict[tuple[str, str, str], dict[EffectKey, Trainings]] = defaultdict(dict)
     for index, row in enumerate(comparison.lines):
         by_name = columns.get(row.task, {})
@@ -138,38 +95,47 @@ def _by_metric(
             if all(name in by_name for part in trainings for signs in part for name in signs):
                 name = row.task, row.metric, row.aggregation
                 by_metric[name][index, contrast, group] = trainings
-    return by_metric
-
-
-def _by_row(
-    comparison: Comparison, effects: Mapping[EffectKey, Effect | Missing]
-) -> Mapping[int, Mapping[str, dict]]:
-    """Return row index → contrast → checkpoint → effect. p-values are adjusted over the folder
-    within each contrast; those of the task ``ANSWERS`` separately."""
-    answers: dict[int, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
-    families: dict[tuple[str, bool], list[EffectKey]] = defaultdict(list)
-    for (index, contrast, group), answer in effects.items():
-        row = comparison.lines[index]
-        if isinstance(answer, Missing):
-            answers[index]["missing"][contrast, group] = answer
+    answers: dict[EffectKey, Effect | Missing] = {}
+    for (task, _, aggregation), contrasts in by_metric.items():
+        if seeds:
+            for key, trainings in contrasts.items():
+                answers[key] = over_trainings(columns[task], trainings, aggregation)
             continue
-        answers[index][contrast][group] = answer
-        guessed = _guessed(comparison, index, contrast, group)
-        if contrast in TESTED and not comparison.redundant(row) and not guessed:
-            families[contrast, row.task == ANSWERS].append((index, contrast, group))
-    for family in families.values():
-        adjusted = adjust([effects[name] for name in family])
-        for (index, contrast, group), answer in zip(family, adjusted, strict=True):
-            answers[index][contrast][group] = answer
+        signs = [signs for [[signs]] in contrasts.values()]
+        made = effects(columns[task], signs, aggregation)
+        for key, names, answer in zip(contrasts, signs, made, strict=True):
+            if key[1] in TESTED:
+                scores = [columns[task][name] for name in names]
+                drawn = [columns[task].get((cell, variance_name(metric))) for cell, metric in names]
+                answer = with_drawing_error(answer, scores, drawn, aggregation)
+            answers[key] = answer
     return answers
 
 
-def _guessed(comparison: Comparison, index: int, contrast: str, group: str) -> bool:
+def _rows(comparison: Comparison, answers: dict[EffectKey, Effect | Missing]) -> tuple[Row, ...]:
+    """Return the rows with their effects, p-values adjusted over the folder within each contrast;
+    those of the task ``ANSWERS`` separately."""
+    families: dict[tuple[str, bool], list[EffectKey]] = defaultdict(list)
+    for (index, contrast, group), answer in answers.items():
+        row = comparison.lines[index]
+        tested = isinstance(answer, Effect) and contrast in TESTED and not row.redundant
+        if tested and not _guessed(comparison, row, contrast, group):
+            families[contrast, row.task == ANSWERS].append((index, contrast, group))
+    for keys in families.values():
+        answers |= zip(keys, adjust([answers[key] for key in keys]), strict=True)
+    by_row: dict[int, dict[tuple[str, str], Effect | Missing]] = defaultdict(dict)
+    for (index, contrast, group), answer in answers.items():
+        by_row[index][contrast, group] = answer
+    return tuple(dataclasses.replace(row, effects=by_row[index])
+                 for index, row in enumerate(comparison.lines))  # fmt: skip
+
+
+def _guessed(comparison: Comparison, row: Row, contrast: str, group: str) -> bool:
     """Return whether an unquantized model of this damage contrast may be guessing. Then there is
     nothing to lose, and the row is left out of the family of tests."""
-    row, base = comparison.lines[index], next(iter(comparison.groups))
     if contrast in ("deltas", "against"):
         return False
+    base = next(iter(comparison.groups))
     groups = (group, base) if contrast == "differences" else (group,)
     members = [member for name in groups for member in comparison.groups.get(name, (name,))]
     return any((member, row.task, row.metric) in comparison.at_chance for member in members)
@@ -179,16 +145,18 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name
     """Return the outcomes of every cell that has scores: task → (cell, metric) → column."""
     shown: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for row in comparison.lines:
-        for entry in row.entries:
+        for entry in row.entries.values():
             if entry.status == "ok":
                 shown[entry.cell] |= {(row.task, row.metric), (row.task, variance_name(row.metric))}
     columns: dict[str, dict[Name, Column]] = defaultdict(dict)
+    arrays: dict[bytes, NDArray] = {}  # of documents, one for all cells that have the same
     for cell, record in comparison.records.items():
         if cell in shown:
             outcomes = read_columns(store, record, shown[cell])
             for (task, metric), column in (outcomes | of_groups(record, outcomes)).items():
-                columns[task][cell, metric] = column
-    return {task: with_shared_documents(of_task) for task, of_task in columns.items()}
+                documents = arrays.setdefault(column.documents.tobytes(), column.documents)
+                columns[task][cell, metric] = dataclasses.replace(column, documents=documents)
+    return columns
 
 
 def _contrasts(
@@ -196,7 +164,7 @@ def _contrasts(
 ) -> Iterator[tuple[str, str, list[list[Signs]]]]:
     """Yield (contrast, group, signed scores per training); the first group is the baseline."""
     base, *others = groups
-    unquantized = comparison.unquantized_of(row.quantizer)
+    unquantized = comparison.unquantized_of[row.quantizer]
     worse = -1 if row.higher_is_better else 1
 
     def signs(member: str, sign: int) -> dict[Name, int]:
@@ -209,7 +177,7 @@ def _contrasts(
     for group, members in groups.items():
         yield "scores", group, [[signs(member, 1) for member in members]]
     for group in others:
-        yield "deltas", group, _against(groups[group], groups[base], signs)
+        yield "deltas", group, minus(groups[group], groups[base], signs)
     if not row.quantized:
         return
     comparable = {
@@ -220,7 +188,7 @@ def _contrasts(
         if comparable[group]:
             yield "damages", group, [[damage(member, 1) for member in members]]
             if group != base and comparable[base]:
-                yield "differences", group, _against(members, groups[base], damage)
+                yield "differences", group, minus(members, groups[base], damage)
     if comparison.against not in (None, row.quantizer):
         for group, members in groups.items():
             yield "against", group, [[
@@ -229,16 +197,13 @@ def _contrasts(
             ]]  # fmt: skip
 
 
-def _against(
-    members: Sequence[str], base: Sequence[str], signs: Callable[[str, int], dict]
-) -> list[list[Signs]]:
+def minus(
+    members: Sequence[str], base: Sequence[str], signs: Callable[[str, int], Signs]
+) -> Trainings:
     """Return the contrasts of ``members`` minus ``base``, as signed scores: pair by pair if both
-    have equally many trainings, else each group by itself."""
-    if len(members) == len(base):
-        return [
-            [
-                signs(member, 1) | signs(other, -1)
-                for member, other in zip(members, base, strict=True)
-            ]
-        ]
-    return [[signs(member, 1) for member in members], [signs(other, -1) for other in base]]
+    have equally many trainings, else each group by itself. ``signs`` gives the signed scores of a
+    checkpoint, times a sign."""
+    ours, theirs = [signs(name, 1) for name in members], [signs(name, -1) for name in base]
+    if len(ours) != len(theirs):
+        return [ours, theirs]
+    return [[our | their for our, their in zip(ours, theirs, strict=True)]]

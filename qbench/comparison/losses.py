@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
+from statistics import fmean
 
 import numpy as np
 
-from qbench.comparison.rows import Comparison, Losses, Row, status_of
+from qbench.comparison.effects import minus
+from qbench.comparison.rows import Comparison
 from qbench.metrics import is_percentage, kind_of
 from qbench.records import ANSWERS, Damage, Record
 from qbench.statistics import (
@@ -24,43 +27,90 @@ from qbench.statistics import (
     Column,
     Effect,
     Missing,
-    Panel,
     adjust,
     effects,
-    over_seeds,
+    over_trainings,
 )
-from qbench.statistics.panel import Signs, with_shared_documents
+from qbench.statistics.effect import Kind
+from qbench.statistics.panel import Signs
 from qbench.store import Store
 
 NO_DOCUMENTS = "records of earlier versions hold no KL by document"
 Columns = Mapping[object, Column]
 
 
-def kl_of(comparison: Comparison, store: Store) -> Losses:
-    """Return the KL divergences of all cells of a results folder that have them, with intervals and
-    tests. Raises ResultsError if a table of divergences is damaged."""
-    records = {
-        name: record
-        for name, record in comparison.records.items()
-        if status_of(record)[0] == "ok" and record.quantized
-    }
-    return kl_from(comparison, {name: kl_column(store, each) for name, each in records.items()})
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Hold what quantized cells lose in one measure: ``KL``, or a score, TASK/METRIC.
+
+    ``means``: cell → KL in nats per token, or loss in the score on the scale that is compared.
+    ``terms``: cell → the signed ``columns`` whose sum is its loss, of those with outcomes.
+    ``cells``: cell → the loss with an interval (of KL its logarithm), or why there is none.
+    ``contrasts``: (checkpoint or group, quantizer) → what it loses more than the baseline; p
+    adjusted over all. ``overall``: the same by checkpoint or group, mean over the quantizers that
+    both have. Of KL and perplexities differences are logarithms of ratios.
+    """
+
+    measure: str
+    aggregation: str
+    kind: Kind
+    percent: bool = False
+    means: Mapping[str, float]
+    terms: Mapping[str, Signs]
+    columns: Columns
+    cells: Mapping[str, Effect | Missing] = field(default_factory=dict)
+    contrasts: Mapping[tuple[str, str], Effect | Missing] = field(default_factory=dict)
+    overall: Mapping[str, Effect | Missing] = field(default_factory=dict)
+
+    @property
+    def is_kl(self) -> bool:
+        return self.measure == "KL"
+
+    def size(self, cell: str) -> float | None:
+        """Return a cell's mean on the scale that is compared; None if it has none."""
+        mean = self.means.get(cell)
+        if mean is None or not self.is_kl:
+            return mean
+        return math.log(mean) if mean > 0 else None
+
+    @cached_property
+    def pairs(self) -> dict[tuple[str, str, str], Effect]:
+        """Return (checkpoint, quantizer, another) → what it loses more than the other; p adjusted
+        over a checkpoint's pairs."""
+        cells: dict[str, list[str]] = defaultdict(list)
+        for cell in self.terms:
+            cells[cell.rpartition("/")[0]].append(cell)
+        pairs: dict[tuple[str, str, str], Effect] = {}
+        for checkpoint, names in cells.items():
+            signs = {
+                (checkpoint, *(name.rpartition("/")[2] for name in pair)): _sum(
+                    [(self.terms[pair[0]], 1), (self.terms[pair[1]], -1)]
+                )
+                for pair in combinations(names, 2)
+            }
+            made = effects(self.columns, [*signs.values()], self.aggregation)
+            answers = _adjusted(dict(zip(signs, made, strict=True)))
+            pairs |= {key: each for key, each in answers.items() if isinstance(each, Effect)}
+        return pairs
 
 
 def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) -> Losses:
     """Return the KL divergences of cells from their columns by document; a cell whose column is
     None gets its record's mean without an interval."""
+    columns = {name: column for name, column in by_document.items() if column}
     means = {
         name: float(column.values.mean()) if column else mean_of_tasks(comparison.records[name])
         for name, column in by_document.items()
     }
-    columns = with_shared_documents({name: each for name, each in by_document.items() if each})
-    return _losses(
-        comparison,
-        Losses(measure="KL", means={name: mean for name, mean in means.items() if mean is not None},
-               kind="log ratio"),
-        {name: {name: 1.0} for name in columns}, columns, KL_MEAN,
+    means = {name: mean for name, mean in means.items() if mean is not None}
+    terms = {f"{checkpoint}/{name}": {f"{checkpoint}/{name}": 1.0}
+             for checkpoint in comparison.grid.checkpoints for name in comparison.quantizers
+             if f"{checkpoint}/{name}" in columns}  # fmt: skip
+    losses = Losses(
+        measure="KL", aggregation=KL_MEAN, kind="log ratio", means=means, terms=terms,
+        columns=columns,
     )  # fmt: skip
+    return _inferred(comparison, losses)
 
 
 def score_losses(
@@ -73,95 +123,69 @@ def score_losses(
     task, _, metric = primary.partition("/")
     rows = [row for row in comparison.lines if (row.task, row.metric) == (task, metric)]
     aggregation = rows[0].aggregation if rows else ""
+    values = {entry.cell: entry.value for row in rows for entry in row.entries.values()}
     terms, means = {}, {}
     for row in rows:
         worse = -1.0 if row.higher_is_better else 1.0
-        for entry in row.entries:
+        for entry in row.entries.values():
             if not row.quantized or comparison.no_damage(entry.cell):
                 continue
-            base = f"{entry.checkpoint}/{comparison.unquantized_of(row.quantizer)}"
+            base = f"{entry.checkpoint}/{comparison.unquantized_of[row.quantizer]}"
             signs = {(entry.cell, metric): worse, (base, metric): -worse}
             if all(name in columns.get(task, {}) for name in signs):
                 terms[entry.cell] = signs
-            if (loss := _loss(rows, row, entry.cell, base)) is not None:
+            before, after = values.get(base), entry.value
+            if None not in (before, after):
+                loss = math.log(after / before) if row.ratio else after - before
                 means[entry.cell] = worse * loss
-    kind = kind_of(aggregation)
-    losses = Losses(measure=primary, means=means, kind=kind, percent=is_percentage(metric))
-    return _losses(comparison, losses, terms, columns.get(task, {}), aggregation)
+    return _inferred(comparison, Losses(
+        measure=primary, aggregation=aggregation, kind=kind_of(aggregation),
+        percent=is_percentage(metric), means=means, terms=terms, columns=columns.get(task, {}),
+    ))  # fmt: skip
 
 
-def _loss(rows: Sequence[Row], row: Row, cell: str, base: str) -> float | None:
-    """Return the score of the cell ``cell`` minus that of ``base`` in ``rows``, the rows of the
-    metric of ``row``; for perplexities the difference of logarithms. None if either is missing."""
-    values = {entry.cell: entry.value for each in rows for entry in each.entries}
-    before, after = values.get(base), values.get(cell)
-    if None in (before, after):
-        return None
-    return math.log(after / before) if row.ratio else after - before
-
-
-def _losses(
-    comparison: Comparison, losses: Losses, terms: Mapping[str, Signs], columns: Columns,
-    aggregation: str,
-) -> Losses:  # fmt: skip
-    """Add intervals, pairs and contrasts to ``losses``. ``terms``: cell → the signed columns whose
-    sum is its loss."""
-
-    inferred = dict(zip(terms, effects(columns, [*terms.values()], aggregation), strict=True))
-    cells = {cell: inferred.get(cell, Missing(reason=NO_DOCUMENTS)) for cell in losses.means}
-    pairs: dict[tuple[str, str, str], Effect] = {}
-    for checkpoint in comparison.checkpoints:
-        cells_of = {name: terms[f"{checkpoint}/{name}"] for name in comparison.quantizers
-                    if f"{checkpoint}/{name}" in terms}  # fmt: skip
-        signs = {
-            (checkpoint, a, b): _sum([(cells_of[a], 1), (cells_of[b], -1)])
-            for a, b in combinations(cells_of, 2)
-        }
-        answers = effects(columns, [*signs.values()], aggregation)
-        pairs |= _adjusted(dict(zip(signs, answers, strict=True)))
+def _inferred(comparison: Comparison, losses: Losses) -> Losses:
+    """Return ``losses`` with the intervals of cells, and with those of each group of trainings
+    against the first."""
+    terms, columns, aggregation = losses.terms, losses.columns, losses.aggregation
+    made = dict(zip(terms, effects(columns, [*terms.values()], aggregation), strict=True))
+    cells = {cell: made.get(cell, Missing(reason=NO_DOCUMENTS)) for cell in losses.means}
     contrasts, overall = {}, {}
-    base, *others = comparison.groups.items()
+    (_, base), *others = comparison.groups.items()
     for group, members in others:
-        both = (*members, *base[1])
+        both = (*members, *base)
         shared = [name for name in comparison.quantizers
                   if all(f"{member}/{name}" in losses.means for member in both)]  # fmt: skip
-
-        def answer(names: list[str], members=members, both=both):
-            result = Missing(reason=NO_DOCUMENTS)
-            if all(f"{member}/{name}" in terms for member in both for name in names):
-                result = _against(members, base[1], names, terms, columns, aggregation)
-            if isinstance(result, Missing):  # its size at least is known
-                size = _mean_difference(losses, members, base[1], names)
-                result = Missing(reason=result.reason, estimate=size, kind=losses.kind)
-            return result
-
-        contrasts |= {(group, name): answer([name]) for name in shared}
+        for names in ([name] for name in shared):
+            contrasts[group, names[0]] = _against(losses, members, base, names)
         if shared:
-            overall[group] = answer(shared)
-    return replace(
-        losses, cells=cells, pairs=pairs, contrasts=_adjusted(contrasts, keep=True),
-        overall=_adjusted(overall, keep=True),
-    )  # fmt: skip
+            overall[group] = _against(losses, members, base, shared)
+    return replace(losses, cells=cells, contrasts=_adjusted(contrasts), overall=_adjusted(overall))
 
 
 def _against(
-    members: Sequence[str], base: Sequence[str], names: Sequence[str],
-    terms: Mapping[str, Signs], columns: Columns, aggregation: str,
-) -> Effect | Missing:  # fmt: skip
-    """Return the effect of ``members`` minus ``base``, as a mean over the quantizers ``names``."""
+    losses: Losses, members: Sequence[str], base: Sequence[str], names: Sequence[str]
+) -> Effect | Missing:
+    """Return the effect of ``members`` minus ``base``, as a mean over the quantizers ``names``; if
+    it has no interval, its size."""
 
-    def signs(member: str, sign: float) -> list[tuple[Signs, float]]:
-        return [(terms[f"{member}/{name}"], sign / len(names)) for name in names]
+    def signs(member: str, sign: int) -> Signs:
+        return _sum((losses.terms[f"{member}/{name}"], sign / len(names)) for name in names)
 
-    if len(members) == len(base):
-        pairs = zip(members, base, strict=True)
-        groups = [[_sum([*signs(a, 1), *signs(b, -1)]) for a, b in pairs]]
-    else:
-        groups = [[_sum(signs(a, 1)) for a in members], [_sum(signs(b, -1)) for b in base]]
-    used = dict.fromkeys(name for group in groups for each in group for name in each)
-    if len(members) == len(base) == 1:
-        return effects(columns, groups[0], aggregation)[0]
-    return over_seeds(Panel.of({name: columns[name] for name in used}), groups, aggregation)
+    answer: Effect | Missing = Missing(reason=NO_DOCUMENTS)
+    if all(f"{member}/{name}" in losses.terms for member in (*members, *base) for name in names):
+        groups = minus(members, base, signs)
+        if len(members) == len(base) == 1:
+            (answer,) = effects(losses.columns, groups[0], losses.aggregation)
+        else:
+            answer = over_trainings(losses.columns, groups, losses.aggregation)
+    if isinstance(answer, Effect):
+        return answer
+    sides = [[losses.size(f"{member}/{name}") for member in group for name in names]
+             for group in (members, base)]  # fmt: skip
+    ours, theirs = (None if None in side else fmean(side) for side in sides)
+    size = None if None in (ours, theirs) else ours - theirs
+    return Missing(reason=answer.reason, estimate=size, kind=losses.kind)
 
 
 def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:
@@ -173,23 +197,10 @@ def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:
     return {name: sign for name, sign in total.items() if abs(sign) > 1e-12}
 
 
-def _mean_difference(
-    losses: Losses, members: Sequence[str], base: Sequence[str], names: Sequence[str]
-) -> float | None:
-    """Return the mean loss of ``members`` minus that of ``base`` over the quantizers ``names``;
-    None if one is missing."""
-    sides = []
-    for group in (members, base):
-        sizes = [losses.size(f"{member}/{name}") for member in group for name in names]
-        sides.append(None if None in sizes else sum(sizes) / len(sizes))
-    return None if None in sides else sides[0] - sides[1]
-
-
-def _adjusted(answers: Mapping, *, keep: bool = False) -> dict:
-    """Return the effects with p adjusted over all of them; with ``keep`` also the Missing ones."""
-    tested = {key: each for key, each in answers.items() if not isinstance(each, Missing)}
-    tested = dict(zip(tested, adjust(list(tested.values())), strict=True))
-    return {**answers, **tested} if keep else tested
+def _adjusted(answers: Mapping) -> dict:
+    """Return the answers, p of the effects adjusted over all of them."""
+    tested = {key: each for key, each in answers.items() if isinstance(each, Effect)}
+    return {**answers, **dict(zip(tested, adjust([*tested.values()]), strict=True))}
 
 
 def kl_column(store: Store, record: Record) -> Column | None:

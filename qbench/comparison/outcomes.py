@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from qbench.comparison.rows import Comparison, status_of
 from qbench.errors import ResultsError
@@ -74,11 +73,16 @@ def flips_of(
             continue
         base = names.get(record.key_parts.get("damage against"))  # what the run measured against
         if base is None and not comparison.no_damage(cell.cell):
-            base = f"{cell.checkpoint}/{comparison.unquantized_of(cell.quantizer)}"
+            base = f"{cell.checkpoint}/{comparison.unquantized_of[cell.quantizer]}"
         if base is None or status_of(comparison.records.get(base))[0] != "ok":
             continue
         by_task = count_flips(by_cell[base], by_cell[cell.cell])
-        flips[cell.cell] = by_task | _of_groups(record, by_task)
+        flips[cell.cell] = by_task
+        for group in record.groups:  # sums over the tasks, if all of them have flips
+            every = [by_task.get(task, {}).get(group.metric) for task in group.tasks]
+            if None not in every:
+                sums = {n: sum(getattr(each, n) for each in every) for n in Flips.model_fields}
+                by_task.setdefault(group.group, {})[group.metric] = Flips(**sums)
     return flips
 
 
@@ -108,40 +112,21 @@ def count_flips(
 ) -> dict[str, dict[str, Flips]]:
     """Return, by task and metric, how many documents quantization made wrong and how many right.
 
-    Metrics whose documents are neither right nor wrong are left out.
+    Metrics whose documents are neither right nor wrong are left out: only values 0 and 1, of
+    weight 1, are.
     """
     flips: dict[str, dict[str, Flips]] = {}
     for (task, metric), after in quantized.items():
         if (before := base.get((task, metric))) is None:
             continue
         panel = Panel.of({"before": before, "after": after})
-        right = right_answers(panel) if panel.documents else None
-        if right is None:
+        binary = (panel.weights == 1).all() and np.isin(panel.values, (0, 1)).all()
+        if not (panel.documents and binary):
             continue
-        right_before, right_after = right.T
+        right_before, right_after = (panel.values == 1).T
         flips.setdefault(task, {})[metric] = Flips(
             documents=panel.documents,
             right_to_wrong=int((right_before & ~right_after).sum()),
             wrong_to_right=int((~right_before & right_after).sum()),
         )
     return flips
-
-
-def right_answers(panel: Panel) -> NDArray | None:
-    """Return which documents two cells answer right, bool [documents, 2]; None if values are not
-    all 0 or 1 with weight 1."""
-    binary = (panel.weights == 1).all() and np.isin(panel.values, (0, 1)).all()
-    return panel.values == 1 if binary else None
-
-
-def _of_groups(record: Record, by_task: ByTask) -> dict[str, dict[str, Flips]]:
-    """Return the flips of groups: the sums over their tasks, if all of these have flips."""
-    sums: dict[str, dict[str, Flips]] = {}
-    for group in record.groups:
-        every = [by_task.get(task, {}).get(group.metric) for task in group.tasks]
-        if None not in every:
-            totals = {
-                name: sum(getattr(flips, name) for flips in every) for name in Flips.model_fields
-            }
-            sums.setdefault(group.group, {})[group.metric] = Flips(**totals)
-    return sums

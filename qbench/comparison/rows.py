@@ -9,10 +9,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from qbench.errors import ResultsError
-from qbench.metrics import REDUNDANT, is_percentage, kind_of
+from qbench.metrics import kind_of
 from qbench.records import (
     Damage,
     Flips,
@@ -30,7 +31,8 @@ from qbench.text import one_line
 
 if TYPE_CHECKING:
     from qbench.comparison.answers import AnswerDamage
-    from qbench.statistics import Effect, Interval, Missing
+    from qbench.comparison.losses import Losses
+    from qbench.statistics import Effect, Missing
 
 
 ABSENT = "(absent)"
@@ -113,7 +115,7 @@ class RowValue:
     """Hold one score of one cell, or why there is none."""
 
     checkpoint: str
-    quantizer: str
+    cell: str
     status: Status
     key: str  # of the record that the grid asks for
     value: float | None = None  # as lm-eval gives it: accuracies are fractions
@@ -121,23 +123,17 @@ class RowValue:
     documents: int | None = None
     reason: str = ""  # why there is no number
 
-    @property
-    def cell(self) -> str:
-        return f"{self.checkpoint}/{self.quantizer}"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """Hold one metric of one task at one precision, over all checkpoints (the manifest's order).
 
-    ``intervals`` maps a checkpoint to its own score with an interval. ``deltas`` maps it to its Δ,
-    itself minus the baseline checkpoint. ``damages`` maps it to its damage, and ``differences`` to
-    its damage minus the baseline checkpoint's: both are losses, positive is worse in every metric.
-    ``against`` maps it to what it loses more than at the precision ``Comparison.against``.
-    ``missing`` says why a contrast (one of ``TESTED``) of a checkpoint has no interval.
+    ``effects``: by contrast and checkpoint, its effect, or why it has none. The contrasts are
+    ``scores``; ``deltas``, the score minus the baseline checkpoint's; ``damages``, and
+    ``differences``, the damage minus the baseline checkpoint's: both are losses, positive is worse
+    in every metric; ``against``, what is lost more than at the precision ``Comparison.against``.
 
-    A row over seeds has a group of trainings in place of a checkpoint. ``means`` are those of the
-    trainings' scores; ``scores`` has the interval of a group's mean, on the scale that is compared.
+    A row over seeds has a group of trainings in place of a checkpoint in its effects.
     """
 
     task: str
@@ -149,81 +145,40 @@ class Row:
     method: str
     title: str  # the method as tables write it
     precision: Precision
-    entries: tuple[RowValue, ...]
-    intervals: Mapping[str, Interval] = field(default_factory=dict)
-    deltas: Mapping[str, Effect] = field(default_factory=dict)
-    damages: Mapping[str, Effect] = field(default_factory=dict)
-    differences: Mapping[str, Effect] = field(default_factory=dict)
-    against: Mapping[str, Effect] = field(default_factory=dict)
-    missing: Mapping[tuple[str, str], Missing] = field(default_factory=dict)
-    means: Mapping[str, float] = field(default_factory=dict)
-    scores: Mapping[str, Effect] = field(default_factory=dict)
+    percent: bool  # whether papers print this metric in per cent
+    redundant: bool  # whether another metric of the task says the same, as word_perplexity does
+    entries: Mapping[str, RowValue]  # by checkpoint
+    effects: Mapping[tuple[str, str], Effect | Missing] = field(default_factory=dict)
 
     @property
     def quantized(self) -> bool:
         return self.precision.quantized
 
     @property
-    def bits(self) -> float | None:
-        """Return the nominal bits of a stored weight; None if weights are not quantized."""
-        return self.precision.weights.bits if self.precision.weights else None
-
-    @property
-    def percent(self) -> bool:
-        """Return whether papers print this metric in per cent."""
-        return is_percentage(self.metric)
-
-    @property
     def ratio(self) -> bool:
         """Return whether scores are compared by their ratio, as perplexities and lengths are."""
         return kind_of(self.aggregation) == "log ratio"
 
-    def entry(self, checkpoint: str) -> RowValue:
-        """Return the score of ``checkpoint`` in this row."""
-        return next(entry for entry in self.entries if entry.checkpoint == checkpoint)
-
-    def effect(self, contrast: str, group: str) -> Effect | Missing | None:
-        """Return the effect named ``contrast`` of a checkpoint or group, or why it has none; None
-        if it was not computed."""
-        return getattr(self, contrast).get(group) or self.missing.get((contrast, group))
+    def of(self, contrast: str) -> dict[str, Effect]:
+        """Return the effects of a contrast by checkpoint or group."""
+        return {
+            group: effect
+            for (name, group), effect in self.effects.items()
+            if name == contrast and hasattr(effect, "p")
+        }
 
     def delta(self, checkpoint: str) -> float | None:
         """Return the score of ``checkpoint`` minus the baseline checkpoint's, in its units."""
-        ours, base = self.entry(checkpoint).value, self.entries[0].value
+        ours, base = self.entries[checkpoint].value, next(iter(self.entries.values())).value
         return None if ours is None or base is None else ours - base
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Losses:
-    """Hold what quantized cells lose in one measure: ``KL``, or a score, TASK/METRIC.
-
-    ``means``: cell → KL in nats per token, or loss in the score on the scale that is compared.
-    ``cells``: cell → the same with an interval (of KL its logarithm), or why there is none.
-    ``pairs``: (checkpoint, quantizer, another) → what it loses more than the other; p adjusted over
-    a checkpoint's pairs. ``contrasts``: (checkpoint or group, quantizer) → what it loses more than
-    the baseline; p adjusted over all. ``overall``: the same by checkpoint or group, mean over the
-    quantizers that both have. Of KL and perplexities differences are logarithms of ratios.
-    """
-
-    measure: str
-    kind: Literal["difference", "log ratio"]
-    percent: bool = False
-    means: Mapping[str, float] = field(default_factory=dict)
-    cells: Mapping[str, Effect | Missing] = field(default_factory=dict)
-    pairs: Mapping[tuple[str, str, str], Effect] = field(default_factory=dict)
-    contrasts: Mapping[tuple[str, str], Effect | Missing] = field(default_factory=dict)
-    overall: Mapping[str, Effect | Missing] = field(default_factory=dict)
-
-    @property
-    def is_kl(self) -> bool:
-        return self.measure == "KL"
-
-    def size(self, cell: str) -> float | None:
-        """Return a cell's mean on the scale that is compared; None if it has none."""
-        mean = self.means.get(cell)
-        if mean is None or not self.is_kl:
-            return mean
-        return math.log(mean) if mean > 0 else None
+    def mean(self, group: str) -> float | None:
+        """Return the mean of the scores of a group of trainings; None if it has no effect, or is a
+        single checkpoint."""
+        effect = self.of("scores").get(group)
+        if effect is None or not effect.seeds:
+            return None
+        return fmean(map(math.exp, effect.each) if self.ratio else effect.each)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,25 +206,17 @@ class Comparison:
         """Return the first unquantized quantizer of the manifest; None without one."""
         return next((cell.quantizer for cell in self.grid.cells if not cell.quantized), None)
 
-    def unquantized_of(self, quantizer: str) -> str | None:
-        """Return the unquantized quantizer against which the damage of ``quantizer`` is measured:
-        the first that computes in the same dtype, as KL divergence requires. None if there is
-        none."""
-        return self._unquantized.get(quantizer, self.unquantized)
-
     @functools.cached_property
-    def _unquantized(self) -> dict[str, str | None]:
-        """Return ``unquantized_of`` by quantizer, of those whose dtype is known."""
+    def unquantized_of(self) -> dict[str, str | None]:
+        """Return quantizer → the unquantized one against which its damage is measured: the first
+        that computes in the same dtype, as KL divergence requires. None if there is none."""
         dtypes = {record.quantizer: dtype_of(record) for record in self.records.values()}
         names = [cell.quantizer for cell in self.grid.cells if not cell.quantized]
         unknown = next((name for name in names if dtypes.get(name) is None), None)
-        first: dict[str | None, str] = {}
-        for name in names:
-            first.setdefault(dtypes.get(name), name)
+        first = {dtypes.get(name): name for name in reversed(names)}
         return {
-            quantizer: first.get(dtype, unknown)
-            for quantizer, dtype in dtypes.items()
-            if dtype is not None
+            name: self.unquantized if dtypes.get(name) is None else first.get(dtypes[name], unknown)
+            for name in self.grid.quantizers
         }
 
     def no_damage(self, cell: str) -> str:
@@ -278,7 +225,7 @@ class Comparison:
         quantizer = cell.rpartition("/")[2]
         if status_of(record)[0] != "ok":
             return "the cell has no scores"
-        base = self.unquantized_of(quantizer)
+        base = self.unquantized_of[quantizer]
         if self.unquantized is None:
             return "the run has no unquantized column"
         if base is None:
@@ -286,16 +233,12 @@ class Comparison:
         other = f"{cell.rpartition('/')[0]}/{base}"
         if status_of(self.records.get(other))[0] != "ok":
             return f"{other} has no scores"
-        if self.same_weights(cell, other):
+        before, after = (self.records[name].key_parts for name in (other, cell))
+        if before.get("weights") == after.get("weights"):
             return ""
-        parts = self.records[other].key_parts, self.records[cell].key_parts
-        return f"made from {changed_files(*parts)} than {other}"
+        return f"made from {changed_files(before, after)} than {other}"
 
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        return self.grid.checkpoints
-
-    @property
+    @functools.cached_property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
         """Return group name → its checkpoints: trainings of one kind, or single checkpoints."""
         return self.grid.replicates or {name: (name,) for name in self.grid.checkpoints}
@@ -304,19 +247,12 @@ class Comparison:
     def trained_once(self) -> tuple[str, ...]:
         """Return the checkpoints that belong to no group of trainings, if there are groups."""
         grouped = [member for members in self.grid.replicates.values() for member in members]
-        return tuple(name for name in self.checkpoints if grouped and name not in grouped)
+        return tuple(name for name in self.grid.checkpoints if grouped and name not in grouped)
 
-    @property
+    @functools.cached_property
     def quantizers(self) -> tuple[str, ...]:
         """Return the labels of the quantized columns, in the manifest's order."""
         return tuple(dict.fromkeys(cell.quantizer for cell in self.grid.cells if cell.quantized))
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Return the quantization methods in the manifest's order; the unquantized method if
-        there is no other."""
-        quantizing = dict.fromkeys(cell.method for cell in self.grid.cells if cell.quantized)
-        return tuple(quantizing) or tuple({cell.method: None for cell in self.grid.cells})
 
     def task_damage(self, cell: str, task: str) -> TaskDamage | None:
         """Return the damage of one task or group in a cell; None if it was not measured."""
@@ -327,53 +263,29 @@ class Comparison:
             return measured[task].model_copy(update={"flips": flips or measured[task].flips})
         return TaskDamage(flips=flips) if flips else None
 
-    def same_weights(self, cell: str, other: str) -> bool:
-        """Return whether two cells were made from the same weights."""
-        pair = (self.records.get(cell), self.records.get(other))
-        if None in pair:
-            return False
-        return pair[0].key_parts.get("weights") == pair[1].key_parts.get("weights")
-
-    @functools.cached_property
-    def _metrics(self) -> frozenset[tuple[str, str]]:
-        return frozenset((row.task, row.metric) for row in self.lines)
-
-    def redundant(self, row: Row) -> bool:
-        """Return whether the row repeats another metric of its task, as word_perplexity repeats
-        bits_per_byte."""
-        return (row.task, REDUNDANT.get(row.metric)) in self._metrics
-
     def problems(self) -> list[tuple[GridCell, str]]:
         """Return what is missing, failed, unaudited, cut or mismatched of a cell, a line each."""
-        lines = []
+        lines: list[tuple[GridCell, str]] = []
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)
             status, reason = status_of(record)
             if status != "ok":
                 lines.append((cell, f"{status}: {reason}"))
-            elif record.audit is None and cell.quantized:
-                lines.append((cell, "not audited"))
-            if status == "ok":
-                lines += [(cell, line) for line in _of_tasks(record)]
-            if status == "ok" and isinstance(record.damage, Unavailable):
-                lines.append((cell, f"no KL divergence: {record.damage.reason}"))
-            if status == "ok" and cell.quantized and (why := self.no_damage(cell.cell)):
-                lines.append((cell, f"no damage: {why}"))
+                continue
+            scoring = record.scoring
+            texts = ["not audited"] if record.audit is None and cell.quantized else []
+            if cut := scoring.truncated or 0 if scoring else 0:
+                share = f" of {scoring.requests:,}" if scoring.requests else ""
+                texts.append(f"{cut:,}{share} requests are longer than the context and were cut")
+            texts += [f"{task}: failed: {_short(why)}" for task, why in record.failed_tasks.items()]
+            exact = scoring.exact_tasks if scoring else {}
+            texts += [f"{task}: scored exactly: {_short(why)}" for task, why in exact.items()]
+            if isinstance(record.damage, Unavailable):
+                texts.append(f"no KL divergence: {record.damage.reason}")
+            if cell.quantized and (why := self.no_damage(cell.cell)):
+                texts.append(f"no damage: {why}")
+            lines += [(cell, text) for text in texts]
         return lines
-
-
-def _of_tasks(record: Record) -> list[str]:
-    """Return a line for each task that failed or was scored otherwise than the rest, and for
-    truncated requests."""
-    scoring = record.scoring
-    exact = scoring.exact_tasks if scoring else {}
-    cut = scoring.truncated or 0 if scoring else 0
-    share = f" of {scoring.requests:,}" if cut and scoring.requests else ""
-    return [
-        *([f"{cut:,}{share} requests are longer than the context and were cut"] if cut else []),
-        *(f"{task}: failed: {_short(why)}" for task, why in record.failed_tasks.items()),
-        *(f"{task}: scored exactly: {_short(why)}" for task, why in exact.items()),
-    ]
 
 
 def dtype_of(record: Record) -> str | None:
@@ -431,7 +343,7 @@ def training_notes(comparison: Comparison) -> list[str]:
     """Return a note per pair of checkpoints that were trained differently in more than the
     normalizer, or one note that all were trained alike; nothing if that is not known."""
     trainings, groups = trained(comparison.records.values()), comparison.grid.replicates
-    base, *others = groups.values() or [(name,) for name in comparison.checkpoints]
+    base, *others = groups.values() or [(name,) for name in comparison.grid.checkpoints]
     kinds = [(kind[0], member) for kind in groups.values() for member in kind[1:]]
     pairs = [(*pair, True) for pair in kinds]  # of one kind: their seeds differ too
     pairs += [(*pair, False) for other in others for pair in zip(base, other, strict=False)]
@@ -454,7 +366,7 @@ def training_notes(comparison: Comparison) -> list[str]:
             lines.append(
                 f"{first} and {other} are listed as seeds of one kind, but have two normalizers."
             )
-    if lines or not others or trainings.keys() < {*comparison.checkpoints}:
+    if lines or not others or trainings.keys() < {*comparison.grid.checkpoints}:
         return lines
     names = " and ".join(comparison.groups)
     return [

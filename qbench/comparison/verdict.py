@@ -10,8 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from qbench.comparison.rows import Comparison, Losses, Row
+from qbench.comparison.losses import Losses
+from qbench.comparison.rows import Comparison, Row
 from qbench.comparison.wording import effect_text, interval_text, nats, value_text
+from qbench.metrics import kind_of
 from qbench.records import ANSWERS, Record
 from qbench.statistics import Missing, at_level, documents_for_margin
 from qbench.text import NO_VALUE
@@ -46,7 +48,8 @@ def verdict(comparison: Comparison, *, margin: float | None = None) -> list[str]
         return ["There is no damage: the run has no unquantized column; add one, such as bf16."]
     losses = comparison.primary
     if not losses.means:
-        lines = [f"{_name(losses)} was not measured, so that nothing orders the precisions."]
+        name = "KL divergence" if losses.is_kl else losses.measure
+        lines = [f"{name} was not measured, so that nothing orders the precisions."]
     elif len(comparison.groups) == 1:
         (checkpoints,) = comparison.groups.values()
         lines = [" ".join(_one_model(comparison, losses, checkpoints[0], margin))]
@@ -59,8 +62,7 @@ def margin_of(losses: Losses | Row) -> float:
     """Return the loss that most uses do not notice, on the scale that is compared."""
     if isinstance(losses, Losses) and losses.is_kl:
         return math.log(MARGIN_KL)
-    ratio = losses.ratio if isinstance(losses, Row) else losses.kind == "log ratio"
-    return MARGIN_RATIO if ratio else MARGIN_POINTS
+    return MARGIN_RATIO if kind_of(losses.aggregation) == "log ratio" else MARGIN_POINTS
 
 
 # --- one model
@@ -103,7 +105,7 @@ def loss_text(losses: Losses | None, cell: str) -> str:
     answer = losses.cells[cell]
     if not losses.is_kl:
         if isinstance(answer, Missing):
-            return value_text(losses.kind, losses.means[cell], percent=losses.percent)
+            return value_text(losses, losses.means[cell])
         return " ".join(
             text(answer, percent=losses.percent) for text in (effect_text, interval_text)
         )
@@ -111,12 +113,7 @@ def loss_text(losses: Losses | None, cell: str) -> str:
     text = "0" if size is None else nats(size)
     if isinstance(answer, Missing):
         return text
-    return f"{text} [{nats(answer.interval.low)}, {nats(answer.interval.high)}]"
-
-
-def _name(losses: Losses) -> str:
-    """Return the primary measure's name in sentences."""
-    return "KL divergence" if losses.is_kl else losses.measure
+    return f"{text} [{nats(answer.low)}, {nats(answer.high)}]"
 
 
 def _one_model(
@@ -131,7 +128,7 @@ def _one_model(
         kl = "KL " if losses.is_kl else ""
         texts += [" = ".join(f"{name} ({kl}{loss_text(losses, f'{checkpoint}/{name}')})"
                              for name in shown)] if shown else []  # fmt: skip
-    base = comparison.unquantized_of(names[0]) or comparison.unquantized
+    base = comparison.unquantized_of[names[0]] or comparison.unquantized
     more = f"; {len(names) - MOST} more in the table" if len(names) > MOST else ""
     first = f"Nearest to {base}" if losses.is_kl else f"Least loss in {losses.measure} from {base}"
     yield f"{first}: {', then '.join(texts)}{more}."
@@ -156,7 +153,7 @@ def _least(losses: Losses, sizes: Sequence[float], of: str = "") -> str:
         texts = [f"× {math.exp(size):.3g}" for size in ends]
         name, unit = ("ratio of KL" if losses.is_kl else "ratio"), ""
     else:
-        texts = [value_text(losses.kind, size, percent=losses.percent).lstrip("+") for size in ends]
+        texts = [value_text(losses, size).lstrip("+") for size in ends]
         name, unit = "difference", " points" if losses.percent else ""
     span = " to ".join(dict.fromkeys(texts))
     return f"Smallest {name} that these documents would show{of}: {span}{unit}"
@@ -197,7 +194,7 @@ def _smallest(
     if losses.is_kl:
         limit = f"a KL of {nats(margin)}"
     else:
-        limit = value_text(losses.kind, margin, percent=losses.percent).lstrip("+")
+        limit = value_text(losses, margin).lstrip("+")
         limit = f"{limit} points" if losses.percent else limit
     within: dict[str, dict[str, float]] = {}
     bounds = at_level([*answers.values()], "upper_at", LEVEL / max(1, len(answers)))
@@ -279,12 +276,12 @@ def _two_models(comparison: Comparison, losses: Losses, group: str) -> str:
 def _excluded(losses: Losses, answer: Effect) -> str:
     """Return which size of a non-significant effect is excluded, and how many documents would show
     that it stays within the margin."""
-    bound = value_text(losses.kind, answer.bounds[1], percent=losses.percent)
+    bound = value_text(losses, answer.bounds[1])
     margin = MARGIN_KL_RATIO if losses.is_kl else margin_of(losses)
     text = f"At most it is {bound.lstrip('+')} (95 %)"
     needed = None if answer.seeds else documents_for_margin(answer, margin)
     if needed and needed > answer.documents:
-        limit = value_text(losses.kind, margin, percent=losses.percent).lstrip("+")
+        limit = value_text(losses, margin).lstrip("+")
         text += f"; {needed:,} documents would show at most {limit}"
     return f"{text}."
 
@@ -346,8 +343,8 @@ def _power(tested: Sequence[tuple[Row, Effect]]) -> str:
 def _effects(comparison: Comparison, contrast: str, group: str) -> Iterator[tuple[Row, Effect]]:
     """Yield each row with an effect of this contrast and group, and the effect."""
     for row in comparison.seeds or comparison.lines:
-        answer = getattr(row, contrast).get(group) if row.task != ANSWERS else None
-        if answer is not None and not comparison.redundant(row):
+        answer = row.of(contrast).get(group)
+        if answer is not None and not row.redundant and row.task != ANSWERS:
             yield row, answer
 
 
@@ -382,7 +379,7 @@ def about(comparison: Comparison) -> list[str]:
     missing = "" if grid.sources else "; sources not recorded"
     counts: dict[str, int] = {}
     for row in comparison.lines:
-        for entry in row.entries:
+        for entry in row.entries.values():
             if entry.documents is not None:
                 counts[row.task] = max(entry.documents, counts.get(row.task, 0))
     documents = ", ".join(f"{task} {count:,}" for task, count in counts.items()) or NO_VALUE

@@ -119,24 +119,17 @@ def make(store: Store, out: Path, *, replace: bool = False) -> None:
 def read(path: Path) -> ResultSet:
     """Read a baseline: an archive, or a results folder. Raises ResultsError if it is missing,
     damaged, incomplete or of another version."""
-    if path.is_dir():
-        return _complete(Store(path), path)
-    if not path.is_file():
+    if not (path.is_dir() or path.is_file()):
         raise ResultsError(f"{path}: no such baseline; {REMEDY}")
     with TemporaryDirectory() as folder:
-        extract(path, Path(folder), REMEDY)
-        return _complete(Store(Path(folder)), path)
-
-
-def _complete(store: Store, path: Path) -> ResultSet:
-    """Return the results of a baseline. Raises ResultsError, naming ``path``, if a cell has no
-    scores."""
-    try:
-        results = read_results(store)
-    except ResultsError as error:
-        why = str(error).replace(f"{store.directory}/", "")
-        raise ResultsError(f"{path}: incomplete ({why}); {REMEDY}") from None
-    if results.broken:
-        why = "; ".join(group_by_reason(results.broken.items()))
+        if not path.is_dir():
+            extract(path, Path(folder), REMEDY)
+        store = Store(path if path.is_dir() else Path(folder))
+        try:
+            results = read_results(store)
+            why = "; ".join(group_by_reason(results.broken.items()))
+        except ResultsError as error:
+            why = str(error).replace(f"{store.directory}/", "")
+    if why:
         raise ResultsError(f"{path}: incomplete ({why}); {REMEDY}")
     return results

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +22,17 @@ from qbench.gate.verdict import (
     AUDIT,
     AUDIT_MARGINS,
     ROUNDING,
-    Change,
     GateResult,
     Inconclusive,
     Margin,
+    Regression,
     Verdict,
     failure,
     margin_of,
     measured,
     require_known,
 )
+from qbench.metrics import is_percentage
 from qbench.records import ANSWERS, Audit, ModuleAudit, Record
 from qbench.statistics import (
     TESTABLE,
@@ -39,15 +40,13 @@ from qbench.statistics import (
     Effect,
     Missing,
     Panel,
-    Regression,
     documents_needed,
     effects,
-    mean_score,
     samples_needed,
     with_drawing_error,
 )
 from qbench.statistics.effect import DRAWN_ERRORS
-from qbench.statistics.panel import with_shared_documents
+from qbench.statistics.panel import as_scored
 from qbench.store import Store
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
@@ -149,12 +148,12 @@ def check(
     for cell in both:
         before, after = old.cells[cell], new.cells[cell]
         for name in before.scores:
-            if line := compared.get((cell, name)):
+            if gate := compared.get((cell, name)):
                 margin = margin_of(
                     before.scores[name], before.columns[name], given, lines=many,
                     variance=before.variances.get(name),
                 )  # fmt: skip
-                gates.append(_gate_score(line, name, before, after, margin))
+                gates.append(judge(gate, margin, before.columns[name], after.columns[name]))
     extra = [cell for cell in (*new.cells, *new.broken) if cell not in old.cells]
     return Verdict(
         results=str(store.directory),
@@ -164,27 +163,6 @@ def check(
         inconclusive=inconclusive,
         runs=(_run("results", new.cells), _run("baseline", old.cells)),
     )
-
-
-def _gate_score(
-    line: Change, name: Name, before: CellResults, after: CellResults, margin: Margin
-) -> GateResult:
-    """Test one score for a regression, paired by document; without a test for its metric compare
-    the values only. It fails if a document of the baseline is missing."""
-    score, was, now = before.scores[name], before.columns[name], after.columns[name]
-    if score.aggregation in TESTABLE:
-        gate = _gate(line, margin, same=_same(was, now))
-        gone = int((~np.isin(was.documents, now.documents)).sum())
-    else:  # computed from all documents at once, such as BLEU
-        worse = (100 if line.percent else 1) * (line.new - line.old)
-        worse = -worse if score.higher_is_better else worse
-        result = measured(line.cell, score.metric, worse, margin.value, "by its value alone")
-        gate = replace(result, task=score.task, given=margin.given, change=line)
-        gone = score.documents - after.scores[name].documents
-    if gone <= 0:
-        return gate
-    missing = f"{gone} of the baseline's {score.documents} documents are missing"
-    return replace(gate, outcome="fail", reason=f"{missing}; {gate.reason}")
 
 
 def require_same_data(cell: str, before: Record, after: Record) -> None:
@@ -204,55 +182,48 @@ def require_same_data(cell: str, before: Record, after: Record) -> None:
             )
 
 
-def changes(cells: Mapping[str, tuple[CellResults, CellResults]]) -> dict[CellScore, Change]:
+def changes(cells: Mapping[str, tuple[CellResults, CellResults]]) -> dict[CellScore, GateResult]:
     """Return (cell, score) → the change of each score that baseline and new results have, on the
-    documents that both scored; without a test for its metric on the values as recorded."""
+    documents that both scored; without a test for its metric on the values as recorded. ``judge``
+    tests the changes."""
     by_name: dict[Name, dict[str, tuple[CellResults, CellResults]]] = defaultdict(dict)
     for cell, sides in cells.items():
         for name in sides[0].scores.keys() & sides[1].scores.keys():
             by_name[name][cell] = sides
-    made: dict[CellScore, Change] = {}
+    made: dict[CellScore, GateResult] = {}
     for name, both in by_name.items():
-        columns = with_shared_documents(
-            {
-                (cell, i): side.columns[name]
-                for cell, pair in both.items()
-                for i, side in enumerate(pair)
-            }
-        )
+        columns = {(cell, i): side.columns[name]
+                   for cell, pair in both.items() for i, side in enumerate(pair)}  # fmt: skip
         score = next(iter(both.values()))[0].scores[name]
         worse = -1 if score.higher_is_better else 1
         signs = [{(cell, 1): worse, (cell, 0): -worse} for cell in both]
         losses = effects(columns, signs, score.aggregation)
         for (cell, sides), loss in zip(both.items(), losses, strict=True):
-            made[cell, name] = _change(cell, name, *sides, loss)
+            made[cell, name] = _compared(cell, name, *sides, loss)
     return made
 
 
-def _change(
+def _compared(
     cell: str, name: Name, before: CellResults, after: CellResults, loss: Effect | Missing
-) -> Change:
+) -> GateResult:
     """Return the change of one score, whose ``loss`` was computed on the documents of both
     sides."""
     score, precision = before.scores[name], after.record.precision
-    columns = [side.columns[name] for side in (after, before)]
-    variances = [side.variances.get(name) for side in (after, before)]
-    loss = with_drawing_error(loss, columns, variances, score.aggregation)
-    panel = Panel.of(dict(zip(("new", "old"), columns, strict=True)))
-    paired = score.aggregation in TESTABLE and panel.documents
-    old, new = (
-        mean_score(panel, [side], score.aggregation) if paired else results.scores[name].value
-        for side, results in (("old", before), ("new", after))
-    )
-    return Change(
-        cell=cell,
-        score=score,
-        old=old,
-        new=new,
-        documents=panel.documents if paired else after.scores[name].documents,
-        effect=loss,
+    columns = [side.columns[name] for side in (before, after)]
+    variances = [side.variances.get(name) for side in (before, after)]
+    old, new = (side.scores[name].value for side in (before, after))
+    documents = after.scores[name].documents
+    panel = Panel.of(dict(enumerate(columns)))
+    if score.aggregation in TESTABLE and panel.documents:
+        ratios = panel.values.sum(axis=0) / panel.weights.sum(axis=0)
+        old, new = as_scored(ratios, score.aggregation).tolist()
+        documents = panel.documents
+    return GateResult(
+        cell=cell, task=score.task, metric=score.metric, outcome="inconclusive", reason="",
+        score=score, old=old, new=new, documents=documents,
+        effect=with_drawing_error(loss, columns, variances, score.aggregation),
         precision=precision.words if precision.in_parts else "",
-    )
+    )  # fmt: skip
 
 
 def _run(name: str, cells: Mapping[str, CellResults]) -> str:
@@ -373,64 +344,65 @@ def _same_bits(old: ModuleAudit, new: ModuleAudit) -> bool:
     )
 
 
-def _same(old: Column, new: Column) -> bool:
-    """Return whether every document of the baseline has the same outcome now."""
-    if not np.isin(old.documents, new.documents).all():
-        return False
-    now = new.only(old.documents)
-    return np.array_equal(old.values, now.values) and np.array_equal(old.weights, now.weights)
+def judge(gate: GateResult, margin: Margin, was: Column, now: Column) -> GateResult:
+    """Test one score for a regression beyond its ``margin``, paired by document; without a test for
+    its metric compare the values only. ``was`` and ``now`` are its outcomes. It fails if a document
+    of the baseline is missing."""
+    score, gone = gate.score, int((~np.isin(was.documents, now.documents)).sum())
+    gate = replace(gate, margin=margin.value, given=margin.given)
+    if score.aggregation not in TESTABLE:  # computed from all documents at once, such as BLEU
+        worse = (100 if is_percentage(score.metric) else 1) * (gate.new - gate.old)
+        worse = -worse if score.higher_is_better else worse
+        by_value = measured(gate.cell, score.metric, worse, margin.value, "by its value alone")
+        result = {name: getattr(by_value, name) for name in ("outcome", "reason", "worse")}
+        gate, gone = replace(gate, **result), score.documents - gate.documents
+    elif not gone and all(
+        np.array_equal(getattr(was, part), getattr(now.only(was.documents), part))
+        for part in ("values", "weights")
+    ):
+        which = "the only document" if gate.documents == 1 else f"all {gate.documents} documents"
+        none = Regression(0.0, 0.0, 0.0)
+        return replace(gate, worse=none, outcome="pass", reason=f"same outcomes on {which}")
+    else:
+        gate = _tested(gate, margin)
+    if gone <= 0:
+        return gate
+    missing = f"{gone} of the baseline's {score.documents} documents are missing"
+    return replace(gate, outcome="fail", reason=f"{missing}; {gate.reason}")
 
 
-def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
+def _tested(gate: GateResult, margin: Margin) -> GateResult:
     """Test one score for non-inferiority: pass if the one-sided bound of its regression is within
     the margin, fail if the other bound is beyond it, else inconclusive. For lengths of answers a
-    change in either direction counts. ``same``: every document has the same outcome, which
-    passes."""
-    gate = GateResult(
-        cell=line.cell,
-        task=line.score.task,
-        metric=line.score.metric,
-        outcome="inconclusive",
-        reason="",
-        margin=margin.value,
-        given=margin.given,
-        change=line,
-    )
-    if same:
-        which = "the only document" if line.documents == 1 else f"all {line.documents} documents"
-        reason = f"same outcomes on {which}"
-        none = Regression(estimate=0.0, low=0.0, high=0.0)
-        return replace(gate, worse=none, outcome="pass", reason=reason)
-    loss = line.effect
+    change in either direction counts."""
+    loss = gate.effect
     if isinstance(loss, Missing):
-        if math.isfinite(line.new):
+        if math.isfinite(gate.new):
             return replace(gate, reason=f"cannot be judged: {loss.reason}")
         return replace(gate, outcome="fail", reason="its score is not finite")
-    worse = Regression.of(loss)
-    if (line.score.task, line.score.metric) == (ANSWERS, "length") and worse.estimate < 0:
-        worse = Regression(estimate=-worse.estimate, low=-worse.high, high=-worse.low)
+    worse = Regression(loss.estimate, *loss.bounds)
+    if (gate.task, gate.metric) == (ANSWERS, "length") and worse.estimate < 0:
+        worse = Regression(-worse.estimate, -worse.high, -worse.low)
+    scale = 100 if is_percentage(gate.metric) else 1
+    limit, shown = margin.value / scale, [scale * value for value in worse]
     if loss.kind == "log ratio":
         limit = math.log1p(margin.value / 100)
         with np.errstate(over="ignore"):  # beyond the largest double it is infinite
-            shown = {name: 100 * float(np.expm1(value)) for name, value in asdict(worse).items()}
-    else:
-        scale = 100 if line.percent else 1
-        limit = margin.value / scale
-        shown = {name: scale * value for name, value in asdict(worse).items()}
-    gate = replace(gate, worse=Regression(**shown))
+            shown = (100 * np.expm1(worse)).tolist()
+    gate = replace(gate, worse=Regression(*shown))
     if worse.high <= limit:
         return replace(gate, outcome="pass", reason="within the margin")
     if worse.low > limit and worse.estimate > DRAWN_ERRORS * loss.drawn:
         return replace(gate, outcome="fail", reason="worse by more than the margin")
     # The half-width of the bound as a standard error: it is one for Student's t, and stands in for
     # one where few answers changed.
-    spread = max(loss.interval.stderr, (worse.high - worse.estimate) / 1.645)
-    needed = documents_needed(abs(limit - worse.estimate), spread, line.documents)
+    spread = max(loss.stderr, (worse.high - worse.estimate) / 1.645)
+    needed = documents_needed(abs(limit - worse.estimate), spread, gate.documents)
     reason = "exactly at the margin: no number of documents can tell"
     if needed:
         reason = f"too few documents to tell: about {needed} are needed at this difference"
         if more := samples_needed(abs(limit - worse.estimate), spread, loss.drawn):
             reason += f", or {more:.1f} times as many samples"
     if margin.given and margin.supported > 0:  # NaN is not
-        reason += f"; {line.documents} support a margin of {margin.supported:g}"
+        reason += f"; {gate.documents} support a margin of {margin.supported:g}"
     return replace(gate, reason=reason)

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
@@ -16,7 +16,7 @@ from scipy import special
 from qbench.errors import RecipeError
 from qbench.metrics import LOG_MEAN, LOG_SCALE, base_metric, is_percentage
 from qbench.records import ANSWERS, Score
-from qbench.statistics import Column, Effect, Missing, Panel, Regression, drawing_error, effect
+from qbench.statistics import Column, Effect, Missing, Panel, drawing_error, effect
 from qbench.statistics.intervals import MOST_DOCUMENTS, degrees_of_freedom
 from qbench.statistics.panel import score_error
 from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
@@ -27,31 +27,23 @@ Inconclusive = Literal["pass", "fail"]
 AUDIT = "audit"  # in place of the task in results about the audit
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """Hold one ``score`` of one cell in the baseline and now, on the documents that both scored.
+class Regression(NamedTuple):
+    """How much worse a new score is, with one-sided 95 % bounds; negative is better."""
 
-    ``effect`` is what the new result loses: positive is worse. ``precision`` is that of a cell
-    whose activations or KV cache are quantized: ``W4A8KV4``.
-    """
-
-    cell: str
-    score: Score
-    old: float
-    new: float
-    documents: int
-    effect: Effect | Missing
-    precision: str = ""
-
-    @property
-    def percent(self) -> bool:
-        return is_percentage(self.score.metric)
+    estimate: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateResult:
     """Hold one comparison with the baseline. Without ``task`` the whole cell could not be
-    compared."""
+    compared.
+
+    Of a ``score`` that both sides have: its values and ``documents``, on those that both scored;
+    ``effect``, what the new result loses, positive is worse; ``precision`` of a cell whose
+    activations or KV cache are quantized: ``W4A8KV4``.
+    """
 
     cell: str
     task: str
@@ -61,7 +53,12 @@ class GateResult:
     margin: float | None = None  # percentage points for accuracies, else per cent
     given: bool = False  # whether the user stated the margin
     worse: Regression | None = None  # in the margin's units
-    change: Change | None = None
+    score: Score | None = None
+    old: float | None = None
+    new: float | None = None
+    documents: int | None = None
+    effect: Effect | Missing | None = None
+    precision: str = ""
 
     @property
     def name(self) -> str:
@@ -107,7 +104,7 @@ def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> G
         outcome="pass" if within else "fail",
         reason=f"{'within' if within else 'beyond'} the margin: {seen}",
         margin=margin,
-        worse=Regression(estimate=rise, low=rise, high=rise),
+        worse=Regression(rise, rise, rise),
     )
 
 
@@ -184,18 +181,18 @@ def as_junit(verdict: Verdict) -> str:
 
 def _texts(gate: GateResult) -> list[str]:
     """Return the texts of a result's row, in the order of the table's columns."""
-    change, worse = gate.change, gate.worse
+    percent = is_percentage(gate.metric)
     return [
         SIGNS[gate.outcome],
-        f"{gate.cell} ({change.precision})" if change and change.precision else gate.cell,
-        change.score.label if change else gate.task or NO_VALUE,
+        f"{gate.cell} ({gate.precision})" if gate.precision else gate.cell,
+        gate.score.label if gate.score else gate.task or NO_VALUE,
         metric_title(gate.metric) if gate.metric else NO_VALUE,
-        number(change.old, percent=change.percent) if change else NO_VALUE,
-        number(change.new, percent=change.percent) if change else NO_VALUE,
-        _signed(worse.estimate) if worse else NO_VALUE,
-        _signed(worse.high) if worse else NO_VALUE,
+        number(gate.old, percent=percent),
+        number(gate.new, percent=percent),
+        _signed(gate.worse and gate.worse.estimate),
+        _signed(gate.worse and gate.worse.high),
         _margin(gate),
-        str(change.documents) if change else NO_VALUE,
+        NO_VALUE if gate.documents is None else str(gate.documents),
         gate.reason,
     ]
 
@@ -204,7 +201,7 @@ def _margin(gate: GateResult) -> str:
     """Return the margin as text, with ``*`` if it is the default; a dash without a margin."""
     if gate.margin is None:
         return NO_VALUE
-    return f"{gate.margin:g}" + ("" if gate.given or not gate.change else "*")
+    return f"{gate.margin:g}" + ("" if gate.given or not gate.score else "*")
 
 
 def _xml(text: str) -> str:
@@ -222,7 +219,7 @@ def _explain(gate: GateResult) -> str:
     )
 
 
-def _signed(value: float) -> str:
+def _signed(value: float | None) -> str:
     return number(value, percent=False, signed=True)
 
 
@@ -389,4 +386,4 @@ def _bound_of_flips(documents: int, missed: float, flips: float) -> float:
     values[: min(loss + won, documents), 0] = 1
     values[max(0, documents - won) :, 1] = 1
     panel = Panel(values=values, weights=np.ones_like(values), index={"old": 0, "new": 1})
-    return Regression.of(effect(panel, {"old": 1, "new": -1}, "mean")).high
+    return effect(panel, {"old": 1, "new": -1}, "mean").bounds[1]

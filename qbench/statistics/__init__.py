@@ -8,9 +8,7 @@ effect is a sum with signs: Δ and damage have two terms, a difference-in-differ
 from qbench.statistics.effect import (
     TESTABLE,
     Effect,
-    Interval,
     Missing,
-    Regression,
     adjust,
     at_level,
     documents_for_margin,
@@ -19,8 +17,7 @@ from qbench.statistics.effect import (
     effect,
     effects,
     samples_needed,
-    score_interval,
     with_drawing_error,
 )
 from qbench.statistics.panel import KL_MEAN, LOG_MEAN, Column, Panel, joined
-from qbench.statistics.seeds import mean_score, over_seeds
+from qbench.statistics.seeds import Trainings, over_seeds, over_trainings

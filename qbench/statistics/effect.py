@@ -67,27 +67,20 @@ TESTABLE = (*INFLUENCE, LOG_MEAN, KL_MEAN)  # aggregations whose scores ``effect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """Hold an estimate with its 95 % interval and its standard error by the delta method."""
-
-    estimate: float
-    low: float
-    high: float
-    stderr: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """Hold a contrast of scores with its interval, on the one scale on which it is tested.
+    """Hold a contrast of scores with its 95 % interval, ``low`` to ``high``, and its standard error
+    by the delta method, on the one scale on which it is tested.
 
-    ``kind`` says what ``interval`` is of: a ``difference`` in the units of the score, or, for
+    ``kind`` says what the numbers are: a ``difference`` in the units of the score, or, for
     perplexities and KL divergences, a ``log ratio``: the same contrast of their logarithms. A
     perplexity in the millions has no useful error of its own, so there is no interval of its raw
     difference.
 
     ``drawn`` is the standard error that comes from drawing answers, which the interval includes.
     ``detectable`` is the size that is detected with 80 % power at the level of the mark, ``family``
-    the number of tests that it is corrected for; ``adjust`` sets them and ``p_holm``.
+    the other tests of its ``family`` (its number of tests). ``significant``: it differs from 0 at
+    5 % after Holm's correction over the family, and by more than drawing other answers explains.
+    ``adjust`` sets these and ``p_holm``.
     ``bounds`` are the one-sided 95 % bounds. ``method`` has the contrast at ``place``.
 
     Over several trainings it is the mean of their contrasts, ``each``, by group where they are not
@@ -95,7 +88,10 @@ class Effect:
     """
 
     kind: Kind
-    interval: Interval
+    estimate: float
+    low: float
+    high: float
+    stderr: float
     bounds: tuple[float, float]
     p: float
     documents: int
@@ -104,6 +100,7 @@ class Effect:
     p_holm: float | None = None
     family: int = 0
     detectable: float | None = None
+    significant: bool = False
     each: tuple[float, ...] = ()
     paired: bool = False  # whether ``each`` holds contrasts of the estimate's own kind
     of_seeds: float | None = None
@@ -112,19 +109,17 @@ class Effect:
     place: int = field(default=0, repr=False, compare=False)
 
     @property
-    def estimate(self) -> float:
-        return self.interval.estimate
-
-    @property
-    def significant(self) -> bool:
-        """Return whether it differs from 0 at 5 % after Holm's correction over its family, and by
-        more than drawing other answers explains."""
-        noise = DRAWN_ERRORS * self.drawn
-        return self.p_holm is not None and self.p_holm < LEVEL and abs(self.estimate) > noise
-
-    @property
     def mark(self) -> str:
         return "‡" if self.significant else ""
+
+    def score_interval(self) -> tuple[float, float, float]:
+        """Return the ends of the interval and the standard error of a score in its units; those of
+        a perplexity are of its logarithm."""
+        if self.kind == "difference":
+            return self.low, self.high, self.stderr
+        with np.errstate(over="ignore"):  # an end beyond the largest double is infinite
+            middle, low, high = np.exp([self.estimate, self.low, self.high]).tolist()
+        return low, high, middle * self.stderr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,9 +148,16 @@ def effects(
 
     The last needs ``FEW_CHANGES`` documents that changed.
     """
+    arrays: list[NDArray] = []  # of documents, each that differs once
+    index: dict[object, int] = {}
+    for name in dict.fromkeys(name for signs in contrasts for name in signs):
+        mine = columns[name].documents
+        same = (i for i, each in enumerate(arrays) if each is mine or np.array_equal(each, mine))
+        index[name] = next(same, len(arrays))
+        arrays += [mine] * (index[name] == len(arrays))
     together: dict[frozenset[int], list[int]] = defaultdict(list)
     for place, signs in enumerate(contrasts):
-        together[frozenset(id(columns[name].documents) for name in signs)].append(place)
+        together[frozenset(index[name] for name in signs)].append(place)
     answers: dict[int, Answer] = {}
     for places in together.values():
         names = dict.fromkeys(name for place in places for name in contrasts[place])
@@ -230,7 +232,7 @@ class _Block:
         """Return an effect, or why there is none, per row of ``signs`` [contrasts, columns]."""
         made, used, documents = self.scores.contrasts(signs), signs != 0, self.documents
         bounded = np.all(self.bounded | ~used, axis=1)
-        changed = np.count_nonzero(made.steps, axis=1)
+        changed = np.array([np.count_nonzero(step) for step in made.steps])  # faster than by axis
         changed[np.count_nonzero(used, axis=1) == 1] = documents
         missing = np.zeros(len(signs), bool)
         if self.aggregation == LOG_MEAN:  # few lengths of answers may change; KL always does
@@ -286,30 +288,15 @@ class _Block:
     def _effects(self, places: NDArray, method: Method) -> Iterator[tuple[int, Effect]]:
         """Yield (index of the contrast, effect) for the contrasts ``places``, which ``method``
         holds."""
-        numbers = (method.estimate, *method.interval(CONFIDENCE), method.stderr)
+        ends, bounds = (method.interval(1 - size) for size in (LEVEL, method.sides * LEVEL))
+        numbers = (places, method.estimate, *ends, method.stderr, *bounds, method.p())
         rows = zip(*(each.tolist() for each in numbers), strict=True)
-        intervals = [Interval(estimate=e, low=a, high=b, stderr=s) for e, a, b, s in rows]
-        bounds = zip(*(each.tolist() for each in method.bounds()), strict=True)
-        rows = zip(places.tolist(), intervals, bounds, method.p().tolist(), strict=True)
-        for index, (place, interval, bound, p) in enumerate(rows):
+        for index, (place, estimate, low, high, stderr, least, most, p) in enumerate(rows):
             yield place, Effect(
-                kind=self.kind, interval=interval, bounds=bound, p=p, documents=self.documents,
-                test=TESTS[type(method)], method=method, place=index,
+                kind=self.kind, estimate=estimate, low=low, high=high, stderr=stderr,
+                bounds=(least, most), p=p, documents=self.documents, test=TESTS[type(method)],
+                method=method, place=index,
             )  # fmt: skip
-
-
-def score_interval(answer: Answer) -> Interval | None:
-    """Return one score with its interval, from the ``answer`` for one column, in the score's units;
-    for a perplexity the logarithm's ends, converted. None if there is no interval."""
-    if isinstance(answer, Missing):
-        return None
-    if answer.kind == "difference":
-        return answer.interval
-    with np.errstate(over="ignore"):  # an end beyond the largest double is infinite
-        ends = [answer.estimate, answer.interval.low, answer.interval.high]
-        middle, low, high = np.exp(ends).tolist()
-    stderr = middle * answer.interval.stderr
-    return Interval(estimate=middle, low=low, high=high, stderr=stderr)
 
 
 def too_few_for_kl(documents: int) -> str:
@@ -340,9 +327,12 @@ def adjust(effects: Sequence[Effect]) -> list[Effect]:
     others = sum(adjusted < LEVEL) - (adjusted < LEVEL)
     sizes = at_level(effects, "size_at", LEVEL / (len(effects) - others))
     return [
-        dataclasses.replace(each, p_holm=float(p), family=len(effects), detectable=float(size))
-        for each, p, size in zip(effects, adjusted, sizes, strict=True)
-    ]
+        dataclasses.replace(
+            each, p_holm=p, family=len(effects), detectable=size,
+            significant=p < LEVEL and abs(each.estimate) > DRAWN_ERRORS * each.drawn,
+        )
+        for each, p, size in zip(effects, adjusted.tolist(), sizes.tolist(), strict=True)
+    ]  # fmt: skip
 
 
 def holm(p: ArrayLike) -> Floats:
@@ -352,21 +342,6 @@ def holm(p: ArrayLike) -> Floats:
     steps = p[order] * np.arange(len(p), 0, -1)
     adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
     return adjusted
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Regression:
-    """Hold how much worse a new score is, with one-sided 95 % bounds; negative is better."""
-
-    estimate: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, loss: Effect) -> Regression:
-        """Return the regression from an effect whose positive values are worse; for perplexities a
-        log ratio."""
-        return cls(estimate=loss.estimate, low=loss.bounds[0], high=loss.bounds[1])
 
 
 def documents_needed(gap: float, stderr: float, documents: int) -> int | None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,7 +22,6 @@ from qbench.metrics import KL_MEAN, LOG_MEAN, LOG_SCALE
 
 Floats = NDArray[np.float64]
 Signs = Mapping[object, float]  # name of a column → its sign in a sum
-K = TypeVar("K")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +39,14 @@ class Column:
     @classmethod
     def of(cls, document: ArrayLike, value: ArrayLike, weight: ArrayLike) -> Column:
         """Return the column of rows ``document``, ``value``, ``weight``, summed by document."""
-        documents, values, weights = map(np.asarray, (document, value, weight))
+        documents = np.asarray(document)
+        values, weights = (np.asarray(each, float) for each in (value, weight))
         if not (documents.dtype.kind == "i" and (np.diff(documents) > 0).all()):
             documents, index = np.unique(documents, return_inverse=True)
             values, weights = (
-                np.bincount(index, each.astype(float), len(documents)) for each in (values, weights)
+                np.bincount(index, each, len(documents)) for each in (values, weights)
             )
-        return cls(documents=documents, values=values.astype(float), weights=weights.astype(float))
+        return cls(documents=documents, values=values, weights=weights)
 
     def only(self, documents: NDArray) -> Column:
         """Return the column reduced to ``documents``, all of which it must have."""
@@ -55,20 +54,6 @@ class Column:
             return self
         index = np.searchsorted(self.documents, documents)
         return Column(documents=documents, values=self.values[index], weights=self.weights[index])
-
-
-def with_shared_documents(columns: Mapping[K, Column]) -> dict[K, Column]:
-    """Return the columns, with one common array for those that have equal documents, so that
-    ``effects`` computes their contrasts together."""
-    arrays: list[NDArray] = []
-    shared: dict[K, Column] = {}
-    for name, column in columns.items():
-        mine = column.documents
-        same = (each for each in arrays if each is mine or np.array_equal(each, mine))
-        if (documents := next(same, None)) is None:
-            arrays.append(documents := mine)
-        shared[name] = replace(column, documents=documents)
-    return shared
 
 
 def joined(columns: Mapping[str, Column]) -> Column:
@@ -148,7 +133,9 @@ class Contrasts:
     steps: Floats
 
     def __getitem__(self, places: NDArray) -> Contrasts:
-        """Return the contrasts at ``places``."""
+        """Return the contrasts at ``places``, which rise; all without copying them."""
+        if len(places) == len(self.signs):
+            return self
         parts = (self.signs, self.estimate, self.stderr, self.terms, self.steps)
         return Contrasts(*(part[places] for part in parts))
 

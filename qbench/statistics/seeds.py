@@ -8,7 +8,7 @@ the seeds, which more documents do not make smaller, and one of the documents.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,7 +22,6 @@ from qbench.statistics.effect import (
     FEWEST_KL,
     TESTABLE,
     Effect,
-    Interval,
     Missing,
     too_few_for_kl,
 )
@@ -38,22 +37,30 @@ from qbench.statistics.intervals import (
 from qbench.statistics.panel import (
     KL_MEAN,
     LOG_MEAN,
+    Column,
     Floats,
     Panel,
     Scores,
     Signs,
-    as_scored,
     effective_documents,
 )
 
+Trainings = Sequence[Sequence[Signs]]  # groups of trainings: the signed scores of each
 Ends = Callable[[float], tuple[float, float]]  # confidence → ends of the interval
 LEAST_P = 1e-12
 LEAST_CONFIDENCE = 1e-4  # p above one less this is 1
 
 
-def over_seeds(
-    panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: str
+def over_trainings(
+    columns: Mapping[object, Column], trainings: Trainings, aggregation: str
 ) -> Effect | Missing:
+    """Return the effect as ``over_seeds``, on the documents that all columns of the ``trainings``
+    have."""
+    names = dict.fromkeys(name for group in trainings for signs in group for name in signs)
+    return over_seeds(Panel.of({name: columns[name] for name in names}), trainings, aggregation)
+
+
+def over_seeds(panel: Panel, groups: Trainings, aggregation: str) -> Effect | Missing:
     """Return the effect Σ over ``groups`` of the mean of a group's contrasts, of all columns of the
     panel.
 
@@ -126,7 +133,10 @@ def over_seeds(
     seeds_alone = max(0.0, sum(by_seeds) - rest)
     return Effect(
         kind=kind_of(aggregation),
-        interval=Interval(estimate=estimate, low=low, high=high, stderr=math.sqrt(variance)),
+        estimate=estimate,
+        low=low,
+        high=high,
+        stderr=math.sqrt(variance),
         bounds=ends(ONE_SIDED),
         method=_SeedMethod(estimate=estimate, stderr=math.sqrt(variance), ends=ends, parts=parts),
         p=_p(estimate, ends),
@@ -191,13 +201,6 @@ def _of_log_means(panel: Panel, signs: Sequence[Floats], kl: bool) -> BootstrapT
         return None
     valid, method = bootstrap_log_means(made, scores, kl=kl)
     return method if len(valid) else None
-
-
-def mean_score(panel: Panel, names: Sequence[object], aggregation: str) -> float:
-    """Return the mean over trainings of their scores, as lm-eval aggregates them."""
-    columns = [panel.index[name] for name in names]
-    ratios = panel.values[:, columns].sum(axis=0) / panel.weights[:, columns].sum(axis=0)
-    return float(np.mean(as_scored(ratios, aggregation)))
 
 
 def _rest(terms: Floats) -> float:

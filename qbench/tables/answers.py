@@ -31,7 +31,7 @@ NOTES = (
 def answer_tables(comparison: Comparison) -> list[Table]:
     """Return the tables of answers of each checkpoint; nothing if none were read."""
     tables: list[Table] = []
-    for checkpoint in comparison.checkpoints:
+    for checkpoint in comparison.grid.checkpoints:
         damages = {
             quantizer: damage
             for quantizer in comparison.quantizers
@@ -56,39 +56,33 @@ def _overview(
     """Return the table of a checkpoint's answers: KL, agreement and scores per precision."""
     by_name = {(o.quantizer, o.metric): o for o in comparison.lines if o.task == ANSWERS}
     metrics = [name for name in dict.fromkeys(metric for _, metric in by_name) if name != "kl"]
-    base = comparison.unquantized_of(next(iter(damages)))
+    base = comparison.unquantized_of[next(iter(damages))]
     rows = []
     for quantizer in (base, *damages):
         damage = damages.get(quantizer)
-        scored_rows = [by_name.get((quantizer, metric)) for metric in metrics]
-        rows.append(
-            {
-                "Precision": quantizer,
-                **_along(by_name.get((quantizer, "kl")), checkpoint, damage),
-                **{
-                    metric_title(metric): _loss(line, checkpoint)
-                    for metric, line in zip(metrics, scored_rows, strict=True)
-                },
-                "Hurt most": _hurt_most(damage),
-            }
-        )
-    any_damage = next(iter(damages.values())).tokens
-    differing = [name for name, each in damages.items() if each.other_prompts]
-    return from_rows(
-        rows,
-        title=f"Answers of {checkpoint}",
-        notes=[
-            *NOTES,
-            *drawn_notes(by_name.values()),
-            f"{any_damage.prompts:,} prompts, {any_damage.tokens:,} tokens of answers.",
-            *(
-                f"{name} renders {damages[name].other_prompts} of {any_damage.prompts} prompts "
-                "differently: its chat template or tokenizer is not the original's."
-                for name in differing
-            ),
-        ],
-        also_words=("Hurt most",),
-    )
+        worst = damage and damage.hurt_most
+        row = {
+            "Precision": quantizer,
+            **_along(by_name.get((quantizer, "kl")), checkpoint, damage),
+            **{metric_title(metric): _loss(by_name.get((quantizer, metric)), checkpoint)
+               for metric in metrics},
+            "Hurt most": f"{worst[0]}, × {worst[1]:.1f}" if worst else NO_VALUE * bool(damage),
+        }  # fmt: skip
+        rows.append(row)
+    read = next(iter(damages.values())).tokens
+    notes = [
+        *NOTES,
+        *drawn_notes(by_name.values()),
+        f"{read.prompts:,} prompts, {read.tokens:,} tokens of answers.",
+    ]
+    for name, each in damages.items():
+        if each.other_prompts:
+            notes.append(
+                f"{name} renders {each.other_prompts} of {read.prompts} prompts differently: its "
+                "chat template or tokenizer is not the original's."
+            )
+    title = f"Answers of {checkpoint}"
+    return from_rows(rows, title=title, notes=notes, also_words=("Hurt most",))
 
 
 def _along(row: Row | None, checkpoint: str, damage: AnswerDamage | None) -> dict[str, str]:
@@ -96,10 +90,10 @@ def _along(row: Row | None, checkpoint: str, damage: AnswerDamage | None) -> dic
     names = ("KL along answers", "Same token", "Same answer", "Parts after")
     if damage is None or row is None:
         return dict.fromkeys(names, "")
-    mean, interval = row.entry(checkpoint).value, row.intervals.get(checkpoint)
+    mean, score = row.entries[checkpoint].value, row.of("scores").get(checkpoint)
     kl = nats(math.log(mean)) if mean else "0"
-    if interval is not None:
-        kl += f" [{nats(math.log(interval.low))}, {nats(math.log(interval.high))}]"
+    if score is not None:
+        kl += f" [{nats(score.low)}, {nats(score.high)}]"
     texts = (
         kl,
         f"{100 * damage.tokens.agrees:.1f} %",
@@ -114,20 +108,12 @@ def _loss(line: Row | None, checkpoint: str) -> str:
     if line is None:
         return NO_VALUE
     if not line.quantized:
-        return number(line.entry(checkpoint).value, percent=line.percent)
-    effect = line.effect("damages", checkpoint)
+        return number(line.entries[checkpoint].value, percent=line.percent)
+    effect = line.effects.get(("damages", checkpoint))
     text = effect_text(effect, percent=line.percent)
-    if line.metric == "length" and hasattr(effect, "interval"):
+    if line.metric == "length" and hasattr(effect, "low"):
         text += f" {interval_text(effect, percent=False).removeprefix('× ')}"
     return text
-
-
-def _hurt_most(damage: AnswerDamage | None) -> str:
-    """Return the class with the largest KL and its ratio to the mean, as text."""
-    if damage is None:
-        return ""
-    worst = damage.hurt_most
-    return NO_VALUE if worst is None else f"{worst[0]}, × {worst[1]:.1f}"
 
 
 def _means_table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import html
 import io
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -62,26 +62,19 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
     """Return the rows of ``comparison_csv``, by the names in ``COLUMNS``."""
     rows = []
     for line in comparison.lines:
-        for entry in line.entries:
+        for entry in line.entries.values():
             name = (entry.checkpoint, line.task, line.metric)
             row = _row(line, entry) | {"at_chance": name in comparison.at_chance or None}
-            rows.append(row | _predictions(comparison, line, entry))
+            rows.append(row)
+            if record := comparison.records.get(entry.cell):
+                row |= {"bits_per_weight": bits_per_weight(record), "gib": gib(record)}
+            damage = comparison.task_damage(entry.cell, line.task)
+            if damage and (divergence := damage.distributions):
+                row |= {"kl_mean": divergence.kl.mean, "kl_p99": divergence.kl.p99}
+                row["top1_agreement"] = divergence.top1_agreement
+            if damage and (flips := damage.flips.get(line.metric)):
+                row |= {n: getattr(flips, n) for n in ("right_to_wrong", "wrong_to_right")}
     return rows
-
-
-def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str, object]:
-    """Return the cell's size, KL, top-1 agreement and flips, as far as the record has them."""
-    record = comparison.records.get(entry.cell)
-    if record is None:
-        return {}
-    row: dict[str, object] = {"bits_per_weight": bits_per_weight(record), "gib": gib(record)}
-    damage = comparison.task_damage(entry.cell, line.task)
-    if damage and (divergence := damage.distributions):
-        row |= {"kl_mean": divergence.kl.mean, "kl_p99": divergence.kl.p99}
-        row["top1_agreement"] = divergence.top1_agreement
-    if damage and (flips := damage.flips.get(line.metric)):
-        row |= {name: getattr(flips, name) for name in ("right_to_wrong", "wrong_to_right")}
-    return row
 
 
 def _about(line: Row) -> dict[str, object]:
@@ -94,32 +87,29 @@ def _about(line: Row) -> dict[str, object]:
 def _row(line: Row, entry: RowValue) -> dict[str, object]:
     """Return the CSV row of one score: its cell, interval, Δ, damage and
     difference-in-differences."""
-    interval = line.intervals.get(entry.checkpoint)
+    score = line.of("scores").get(entry.checkpoint)
     activations, kv_cache = line.precision.activations, line.precision.kv_cache
     row: dict[str, object] = {
         **_about(line),
         **{name: getattr(entry, name) for name in ENTRY},
-        "bits": line.bits,
+        "bits": line.precision.weights and line.precision.weights.bits,
         "precision": line.precision.name,
         "activations": activations and activations.scheme,
         "arithmetic": activations and ("simulated" if activations.simulated else "real"),
         "kv_cache": kv_cache and kv_cache.scheme,
     }
-    if interval is not None:
-        row |= {"low": interval.low, "high": interval.high}
-        if entry.stderr is None:
-            row["stderr"] = interval.stderr
-    if entry is not line.entries[0]:
+    if score is not None:
+        row["low"], row["high"], stderr = score.score_interval()
+        row["stderr"] = stderr if entry.stderr is None else entry.stderr
+    if entry.checkpoint != next(iter(line.entries)):
         row["delta"] = line.delta(entry.checkpoint)
     for prefix, contrast in CONTRASTS.items():
-        effect = line.effect(contrast, entry.checkpoint)
+        effect = line.effects.get((contrast, entry.checkpoint))
+        parts = LOG_PARTS if getattr(effect, "kind", "") == "log ratio" else PARTS
         if isinstance(effect, Missing):
-            parts = LOG_PARTS if effect.kind == "log ratio" else PARTS
             row |= {prefix + parts[0]: effect.estimate, f"{prefix}_test": effect.reason}
         elif effect is not None:
-            parts = LOG_PARTS if effect.kind == "log ratio" else PARTS
-            ends = effect.interval
-            values = (ends.estimate, ends.stderr, ends.low, ends.high)
+            values = (effect.estimate, effect.stderr, effect.low, effect.high)
             row |= {prefix + part: value for part, value in zip(parts, values, strict=True)}
             row |= {prefix + test: getattr(effect, test[1:]) for test in TESTS}
             if contrast == "damages":
@@ -130,10 +120,11 @@ def _row(line: Row, entry: RowValue) -> dict[str, object]:
     return row
 
 
-EFFECT = ("p", "p_holm", "family", "detectable", "of_seeds", "seeds", "documents")
+EFFECT = ("kind", "estimate", "stderr", "low", "high", "p", "p_holm", "family", "detectable",
+          "of_seeds", "seeds", "documents")  # fmt: skip
 SEED_COLUMNS = (
-    *("task", "label", "metric", "direction", "quantizer", "method", "group", "question", "kind"),
-    *("estimate", "stderr", "low", "high", *EFFECT, "each"),
+    *("task", "label", "metric", "direction", "quantizer", "method", "group", "question"),
+    *(*EFFECT, "each"),
 )
 
 
@@ -148,14 +139,12 @@ def seeds_csv(comparison: Comparison) -> str:
             **_about(line),
             "group": group,
             "question": contrast,
-            "kind": effect.kind,
-            **asdict(effect.interval),
             **{name: getattr(effect, name) for name in EFFECT},
             "each": " ".join(map(repr, effect.each)),
         }
         for line in comparison.seeds
         for contrast, effects in (("score", "scores"), *CONTRASTS.items())
-        for group, effect in getattr(line, effects).items()
+        for group, effect in line.of(effects).items()
     ]
     return as_csv(rows, SEED_COLUMNS, numbers=("each",))
 
@@ -227,9 +216,9 @@ class Results:
         if self.comparison.kl:
             means, cells = self.comparison.kl.means, self.comparison.kl.cells
         names = rows.checkpoint + "/" + rows.quantizer
-        ends = [getattr(cells.get(name), "interval", None) for name in names]  # of the logarithm
-        low, high = (
-            [np.exp(getattr(each, side, np.nan)) for each in ends] for side in ("low", "high")
+        low, high = (  # of the logarithm
+            [np.exp(getattr(cells.get(name), side, np.nan)) for name in names]
+            for side in ("low", "high")
         )
         return rows.assign(kl=names.map(means), kl_low=low, kl_high=high).reset_index(drop=True)
 
@@ -242,7 +231,7 @@ class Results:
         for cell in self.comparison.grid.cells:
             if not cell.quantized or self.comparison.no_damage(cell.cell):
                 continue
-            base = f"{cell.checkpoint}/{self.comparison.unquantized_of(cell.quantizer)}"
+            base = f"{cell.checkpoint}/{self.comparison.unquantized_of[cell.quantizer]}"
             before, record = (self.comparison.records[name] for name in (base, cell.cell))
             unquantized = self.store.outcomes(before).rename(columns={"value": "unquantized"})
             table = self.store.outcomes(record).merge(unquantized[[*DOCUMENT, "unquantized"]])
@@ -268,7 +257,7 @@ class Results:
 
         figure = Plot(layout="constrained")
         axes = figure.subplots()
-        several = len(self.comparison.checkpoints) > 1
+        several = len(self.comparison.grid.checkpoints) > 1
         cells = self._cells().dropna(subset=["kl", "gib"]).sort_values("kl")
         for rank, each in enumerate(cells.itertuples()):
             bars = np.nan_to_num([[each.kl - each.kl_low], [each.kl_high - each.kl]])

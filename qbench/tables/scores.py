@@ -5,7 +5,7 @@ Laid out as the softpick paper's tables 8 to 13: one table per quantization meth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -16,33 +16,21 @@ from qbench.comparison.rows import (
     RowValue,
     bits_per_weight,
     gib,
+    trained,
     training_notes,
 )
 from qbench.comparison.wording import (
+    MOSTLY_SEEDS,
     NO_INTERVAL,
-    RATIO_NOTE,
-    RATIOS_NOTE,
-    SEED_NOTES,
-    SEEDS_NOTE,
-    SHARE,
-    SHARE_NOTE,
+    TIMES,
     bound_text,
     each_text,
     effect_text,
     interval_text,
     metric_text,
     mostly_seeds,
-    order_note,
-    share_text,
-    values_text,
 )
-from qbench.records import (
-    ANSWERS,
-    KEY_DIGITS,
-    GridCell,
-    Record,
-    TaskDamage,
-)
+from qbench.records import ANSWERS, KEY_DIGITS, TaskDamage
 from qbench.statistics import documents_for_margin, samples_needed
 from qbench.statistics.effect import DRAWN_ERRORS
 from qbench.tables.table import Cells, Table, from_rows
@@ -69,6 +57,8 @@ COST_NOTES = (
     "and 99th percentile.",
     "Flips: answers from right to wrong / from wrong to right.",
 )
+SHARE = "Seeds’ share"
+RATIO_NOTE = f"{TIMES}: perplexities are compared by their ratio, computed on logarithms."
 AT_MOST_NOTE = f"{AT_MOST}: a larger damage is excluded at 95 % (one-sided)."
 
 
@@ -78,21 +68,31 @@ def run_notes(comparison: Comparison, hidden: Sequence[Row]) -> list[str]:
     notes = []
     if comparison.grid.skipped:
         notes.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
-    notes += [*prompt_notes(comparison), *bos_notes(comparison)]
+    notes += text_notes(comparison)
     if names := dict.fromkeys(f"{row.task} {row.metric}" for row in hidden):
         notes.append(f"Only in the CSV, since word_perplexity determines them: {', '.join(names)}.")
     return notes
 
 
-def score_notes(comparison: Comparison, rows: Sequence[Row], footnotes: Sequence[str]) -> list[str]:
-    """Return the lines below a table of scores: drawn answers, ``footnotes``,
-    precisions, tasks at chance, trainings."""
+def score_notes(lines: MethodLines) -> list[str]:
+    """Return the lines below a table of scores: drawn answers, footnotes, precisions, accuracies
+    that an unquantized model may have guessed, trainings."""
+    rows = {(row.task, row.metric): row for row in lines.rows}
+    labels = [
+        f"{rows[task, metric].label} {metric_title(metric)} of {checkpoint}"
+        for checkpoint, task, metric in sorted(lines.comparison.at_chance)
+        if (task, metric) in rows
+    ]
+    chance = [
+        "At chance unquantized, so nothing can be lost and Holm's correction leaves them out: "
+        f"{'; '.join(labels)}."
+    ] * bool(labels)
     return [
-        *drawn_notes(rows),
-        *footnotes,
-        *precision_notes(rows),
-        *chance_notes(comparison, rows),
-        *training_notes(comparison),
+        *drawn_notes(lines.rows),
+        *lines.footnotes,
+        *precision_notes(lines.rows),
+        *chance,
+        *training_notes(lines.comparison),
     ]
 
 
@@ -100,14 +100,32 @@ def seed_notes(
     comparison: Comparison, rows: Sequence[Row], contrasts: tuple[str, ...]
 ) -> list[str]:
     """Return the lines below a table over seeds."""
-    effects = [e for row in rows for name in contrasts for e in getattr(row, name).values()]
-    notes = [*SEED_NOTES, SHARE_NOTE]
+    effects, trainings = effects_of(rows, *contrasts), trained(comparison.records.values())
+    notes = [
+        "Means over trainings that differ in their seed.",
+        "Brackets: 95 % intervals over documents and seeds (Banerjee 1960).",
+        "‡ differs from 0 at 5 % after Holm's correction over all of its kind in this folder.",
+        f"{SHARE}: the part of the variance of the effect’s mean that comes from the seeds.",
+    ]
     if many := sum(map(mostly_seeds, effects)):
-        notes.append(f"{SEEDS_NOTE} Here {many} of {len(effects)}.")
-    if ratio_notes(effects):
-        notes.append(RATIOS_NOTE)
-    notes += [*precision_notes(rows), order_note(comparison)]
+        notes.append(
+            f"{MOSTLY_SEEDS}: most of the uncertainty comes from the seeds: more trainings are "
+            f"needed. Here {many} of {len(effects)}."
+        )
+    if ratios := ratio_notes(effects):
+        means = "Means of perplexities are arithmetic, of their ratios geometric."
+        notes.append(f"{ratios[0]} {means}")
+    groups = (
+        ", ".join(f"{m} (seed {trainings[m].seed})" if m in trainings else m for m in members)
+        for members in comparison.grid.replicates.values()
+    )
+    notes += [*precision_notes(rows), f"Each, in this order: {'; '.join(groups)}."]
     return notes + (training_notes(comparison) if contrasts == ("deltas",) else [])
+
+
+def effects_of(rows: Iterable[Row], *contrasts: str) -> list[Effect]:
+    """Return the effects of these contrasts in all rows."""
+    return [each for row in rows for name in contrasts for each in row.of(name).values()]
 
 
 def ratio_notes(effects: Iterable[Effect]) -> list[str]:
@@ -115,13 +133,13 @@ def ratio_notes(effects: Iterable[Effect]) -> list[str]:
     return [RATIO_NOTE] if any(effect.kind == "log ratio" for effect in effects) else []
 
 
-def missing_notes(rows: Iterable[Row], contrasts: Sequence[str]) -> list[str]:
+def missing_notes(rows: Iterable[Row], *contrasts: str) -> list[str]:
     """Return a line per reason why effects have no interval."""
     reasons = [
-        (f"{row.label} {metric_title(row.metric)} {row.quantizer} of {group}", missing.reason)
+        (f"{row.label} {metric_title(row.metric)} {row.quantizer} of {group}", effect.reason)
         for row in rows
-        for (contrast, group), missing in row.missing.items()
-        if contrast in contrasts
+        for (contrast, group), effect in row.effects.items()
+        if contrast in contrasts and hasattr(effect, "reason")
     ]
     return [f"{NO_INTERVAL} {line}." for line in group_by_reason(reasons)]
 
@@ -152,56 +170,30 @@ def scale_notes(comparison: Comparison) -> list[str]:
     ]
 
 
-def prompt_notes(comparison: Comparison) -> list[str]:
-    """Return a line on how prompts became conversations; an empty list if they did not."""
-    chats = [
-        chat
-        for record in comparison.records.values()
-        if (chat := (record.key_parts.get("scoring") or {}).get("chat"))
-    ]
-    if not chats:
-        return []
-    parts = []
-    if chats[0].get("apply_chat_template"):
-        turns = "turns of their own" if chats[0].get("fewshot_as_multiturn") else "one turn"
-        parts.append(f"by the model's chat template, few-shot examples as {turns}")
-    if instruction := chats[0].get("system_instruction"):
-        parts.append(f"with the system instruction “{shorten(instruction, 120)}”")
-    return [f"Prompts: {', '.join(parts)}."]
-
-
-def bos_notes(comparison: Comparison) -> list[str]:
-    """Return a line on BOS before the scored texts; an empty list for earlier records."""
-    reports = {
-        record.checkpoint: record.scoring
-        for record in comparison.records.values()
-        if record.scoring is not None and record.scoring.bos is not None
-    }
-    with_bos = [name for name, report in reports.items() if report.bos]
-    if not reports:
-        return []
-    if not with_bos:
-        return ["Texts begin without BOS."]
-    names = "" if len(with_bos) == len(reports) else f" of {', '.join(with_bos)}"
-    doubled = dict.fromkeys(task for report in reports.values() for task in report.doubled_bos)
+def text_notes(comparison: Comparison) -> list[str]:
+    """Return a line on how prompts became conversations, if they did, and one on BOS before the
+    scored texts, if the records say so."""
+    notes, records = [], comparison.records.values()
+    chats = [chat for record in records
+             if (chat := (record.key_parts.get("scoring") or {}).get("chat"))]  # fmt: skip
+    if chats:
+        parts = []
+        if chats[0].get("apply_chat_template"):
+            turns = "turns of their own" if chats[0].get("fewshot_as_multiturn") else "one turn"
+            parts.append(f"by the model's chat template, few-shot examples as {turns}")
+        if instruction := chats[0].get("system_instruction"):
+            parts.append(f"with the system instruction “{shorten(instruction, 120)}”")
+        notes.append(f"Prompts: {', '.join(parts)}.")
+    scorings = {record.checkpoint: record.scoring for record in records
+                if record.scoring is not None and record.scoring.bos is not None}  # fmt: skip
+    with_bos = [name for name, scoring in scorings.items() if scoring.bos]
+    names = "" if len(with_bos) == len(scorings) else f" of {', '.join(with_bos)}"
+    doubled = dict.fromkeys(task for scoring in scorings.values() for task in scoring.doubled_bos)
     twice = f"; those of {', '.join(doubled)} with two, as in lm-eval" if doubled else ""
-    return [f"Texts{names} begin with BOS{twice}."]
-
-
-def chance_notes(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
-    """Return a line on accuracies of ``rows`` that an unquantized model may have guessed."""
-    tasks = {(row.task, row.metric): row for row in rows}
-    labels = [
-        f"{tasks[task, metric].label} {metric_title(metric)} of {checkpoint}"
-        for checkpoint, task, metric in sorted(comparison.at_chance)
-        if (task, metric) in tasks
-    ]
-    if not labels:
-        return []
-    return [
-        f"At chance unquantized, so nothing can be lost and Holm's correction leaves them out: "
-        f"{'; '.join(labels)}."
-    ]
+    if scorings:
+        text = f"Texts{names} begin with BOS{twice}." if with_bos else "Texts begin without BOS."
+        notes.append(text)
+    return notes
 
 
 def drawn_notes(rows: Iterable[Row]) -> list[str]:
@@ -209,12 +201,12 @@ def drawn_notes(rows: Iterable[Row]) -> list[str]:
     prompts changes a damage, and how many prompts or samples would show a loss of a hundredth."""
     effects_of: dict[str, list[Effect]] = {}
     for row in rows:
-        for effect in row.damages.values():
+        for effect in row.of("damages").values():
             if effect.drawn > 0:
                 effects_of.setdefault(f"{row.label} {metric_title(row.metric)}", []).append(effect)
     lines = []
     for name, effects in effects_of.items():
-        widest = max(effects, key=lambda effect: effect.interval.stderr)
+        widest = max(effects, key=lambda effect: effect.stderr)
         points = 100 * DRAWN_ERRORS * max(effect.drawn for effect in effects)
         unit = "%" if widest.kind == "log ratio" else "points"
         line = (
@@ -224,7 +216,7 @@ def drawn_notes(rows: Iterable[Row]) -> list[str]:
         needed = documents_for_margin(widest, HUNDREDTH)
         if not all(effect.significant for effect in effects) and needed:
             line += f" {needed:,} prompts would show that a loss stays within 1 {unit}"
-            more = samples_needed(HUNDREDTH, widest.interval.stderr, widest.drawn)
+            more = samples_needed(HUNDREDTH, widest.stderr, widest.drawn)
             line += f", or {more:.1f} times as many samples." if more else (
                 "; more samples of these would not.")  # fmt: skip
         lines.append(line)
@@ -238,210 +230,178 @@ BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodLines:
-    """Hold the content of one set of tables: the rows of a method and the unquantized ones, over
-    some of the checkpoints.
+    """Hold the content of one set of tables: the rows of a method and the unquantized ones, with a
+    column per group: a checkpoint, or with ``seeds`` several trainings.
 
-    ``problems`` of cells and ``notes`` are printed below the first table.
+    ``footnotes``, on problems of cells and on the run, are printed below the first table.
     """
 
     comparison: Comparison
     name: str  # of the method
-    checkpoints: tuple[str, ...]
-    lines: tuple[Row, ...]
-    problems: tuple[tuple[GridCell, str], ...]
-    notes: tuple[str, ...]
-
-    @property
-    def footnotes(self) -> list[str]:
-        """Return the problems, grouped by reason, and the notes."""
-        return [*group_by_reason((cell.cell, text) for cell, text in self.problems), *self.notes]
-
-    @property
-    def quantized(self) -> list[Row]:
-        """Return the quantized rows."""
-        return [line for line in self.lines if line.quantized]
-
-    @property
-    def seeds(self) -> list[Row]:
-        """Return the rows over several trainings of each kind, if the grid has them."""
-        if not self.comparison.seeds:
-            return []
-        quantizers = {line.quantizer for line in self.lines}
-        rows = (row for row in self.comparison.seeds if row.quantizer in quantizers)
-        return [row for row in rows if not self.comparison.redundant(row)]
-
-    @property
-    def groups(self) -> dict[str, tuple[str, ...]]:
-        """Return the name of each column → its checkpoints: several trainings, or one."""
-        if self.seeds:
-            return dict(self.comparison.grid.replicates)
-        return {name: (name,) for name in self.checkpoints}
+    groups: Mapping[str, tuple[str, ...]]  # name of a column → its checkpoints
+    rows: tuple[Row, ...]
+    footnotes: tuple[str, ...]
+    seeds: bool = False
 
 
 def by_method(comparison: Comparison) -> list[MethodLines]:
     """Return one set of tables per quantization method; a single set for one checkpoint.
 
+    With several trainings of each kind a set is of the means; those of a checkpoint that was
+    trained once follow. Of more than two checkpoints there is one for each pair with the first.
     Problems of a cell are in the first set that shows it.
     """
-    made, problems = [], comparison.problems()
-    ran = {line.method for line in comparison.lines}
-    methods = [method for method in comparison.methods if method in ran]
-    methods = [None] if len(comparison.checkpoints) == 1 or not methods else methods
+    made, grid, problems = [], comparison.grid, comparison.problems()
+    methods = dict.fromkeys(row.method for row in comparison.lines)
+    methods = [
+        cell.method
+        for cell in grid.cells
+        if cell.method in methods and cell.quantized == bool(comparison.quantizers)
+    ]
+    methods = [None] if len(grid.checkpoints) == 1 or not methods else [*dict.fromkeys(methods)]
     for method in methods:
         every = [
-            line
-            for line in comparison.lines
-            if (method in (None, line.method) or not line.quantized) and line.task != ANSWERS
+            row
+            for row in comparison.lines
+            if (method in (None, row.method) or not row.quantized) and row.task != ANSWERS
         ]
-        labels = {line.quantizer for line in every}
+        labels = {row.quantizer for row in every}
+        seeds = [row for row in comparison.seeds if row.quantizer in labels and not row.redundant]
         if method == methods[-1]:  # precisions that have no rows too
-            labels |= {cell.quantizer for cell in comparison.grid.cells}
-        lines = [line for line in every if not comparison.redundant(line)]
-        left_out = [line for line in every if comparison.redundant(line)]
-        made.append(
-            MethodLines(
-                comparison=comparison,
-                name=next((line.title for line in lines if line.method == method), "Quantization"),
-                checkpoints=comparison.checkpoints,
-                lines=tuple(lines),
-                problems=tuple(each for each in problems if each[0].quantizer in labels),
-                notes=tuple(run_notes(comparison, left_out)),
-            )
-        )
+            labels |= {cell.quantizer for cell in grid.cells}
+        rows = [row for row in every if not row.redundant]
+        shown = [each for each in problems if each[0].quantizer in labels]
         problems = [each for each in problems if each[0].quantizer not in labels]
+        notes = run_notes(comparison, [row for row in every if row.redundant])
+        name = next((row.title for row in rows if row.method == method), "Quantization")
+
+        def lines(rows, groups, problems, notes, *, seeds=False, name=name):
+            reasons = group_by_reason((cell.cell, text) for cell, text in problems)
+            return MethodLines(comparison=comparison, name=name, groups=groups, rows=tuple(rows),
+                               footnotes=(*reasons, *notes), seeds=seeds)  # fmt: skip
+
+        if seeds:
+            made.append(lines(seeds, grid.replicates, shown, notes, seeds=True))
+            shown, notes = [], []
+        elif len(grid.checkpoints) < 3:
+            made.append(lines(rows, {name: (name,) for name in grid.checkpoints}, shown, notes))
+            continue
+        base, about = grid.checkpoints[0], grid.checkpoints[:1]
+        for other in grid.checkpoints[1:]:  # a table for each pair stays readable
+            pair, about = {base: (base,), other: (other,)}, {*about, other}
+            if not seeds or not pair.keys().isdisjoint(comparison.trained_once):
+                of_pair = [each for each in shown if each[0].checkpoint in about]
+                cut = (replace(row, entries={name: row.entries[name] for name in pair})
+                       for row in rows)  # fmt: skip
+                made.append(lines(cut, pair, of_pair, notes))
+                notes = []
+            about = ()
     return made
 
 
 def tables_of(method: MethodLines) -> list[Table]:
-    """Return the tables of scores with Δ and of damage.
-
-    With several trainings of each kind they are of the means; those of a checkpoint that was
-    trained once follow.
-    """
+    """Return the tables of scores with Δ and of damage; one table for one checkpoint."""
+    quantized = [row for row in method.rows if row.quantized]
+    damaged = bool(effects_of(method.rows, "damages"))
     if method.seeds:
-        quantized = [line for line in method.seeds if line.quantized and line.damages]
-        tables = [*_deltas(method), *_damages(method, quantized)]
-        single = replace(method.comparison, seeds=())
-        for pair in _with_the_first(replace(method, comparison=single, problems=(), notes=())):
-            if not {*single.trained_once}.isdisjoint(pair.checkpoints):
-                tables += tables_of(pair)
-        return tables
-    if len(method.checkpoints) > 2:  # a table for each pair stays readable
-        return [table for pair in _with_the_first(method) for table in tables_of(pair)]
-    damaged = any(line.damages for line in method.lines)
+        damages = [row for row in quantized if row.of("damages")]
+        return [*_deltas(method), *_damages(method, damages)]
     compared = damaged or any(
-        method.comparison.task_damage(entry.cell, line.task)
-        for line in method.quantized
-        for entry in line.entries
+        method.comparison.task_damage(entry.cell, row.task)
+        for row in quantized
+        for entry in row.entries.values()
     )
-    if len(method.checkpoints) == 1 and compared:
+    if len(method.groups) == 1 and compared:
         return _one_model(method)
-    return [*_deltas(method), *_damages(method, method.quantized if damaged else [])]
+    return [*_deltas(method), *_damages(method, quantized if damaged else [])]
 
 
-def _with_the_first(method: MethodLines) -> list[MethodLines]:
-    """Return a set per checkpoint but the first, each beside the first; a note is in the first set
-    that it is about."""
-    made: list[MethodLines] = []
-    base, *others = method.checkpoints
-    for other in others:
-        about = (other,) if made else (base, other)
-        pairs = (replace(line, entries=(line.entry(base), line.entry(other)))
-                 for line in method.lines)  # fmt: skip
-        made.append(
-            replace(
-                method,
-                checkpoints=(base, other),
-                lines=tuple(pairs),
-                problems=tuple(each for each in method.problems if each[0].checkpoint in about),
-                notes=() if made else method.notes,
-            )
-        )
-    return made
-
-
-def _effect_cells(line: Row, head: str, contrast: str, group: str, each: str = "") -> Cells:
+def _effect_cells(row: Row, head: str, contrast: str, group: str, each: str = "") -> Cells:
     """Return the cells of an effect and its interval under ``head``; with a head ``each``, over
     seeds, also each training's effect and the seeds' share."""
-    effect, percent = line.effect(contrast, group), line.percent
+    effect, percent = row.effects.get((contrast, group)), row.percent
     cells = [
         (head, effect_text(effect, percent=percent)),
         (INTERVAL, interval_text(effect, percent=percent)),
     ]
     if each:
-        cells += [(each, each_text(effect, percent=percent)), (SHARE, share_text(effect))]
+        share = getattr(effect, "of_seeds", None)
+        share_text = NO_VALUE if share is None else f"{100 * share:.0f} %"
+        cells += [(each, each_text(effect, percent=percent)), (SHARE, share_text)]
     return cells
 
 
 def _deltas(method: MethodLines) -> list[Table]:
     """Return the table of scores of each checkpoint (or mean of a group), and Δ."""
-    comparison, seeds = method.comparison, bool(method.seeds)
-    lines = method.seeds or method.lines
-    base, *others = method.groups
-    tested = any(line.deltas for line in lines)
+    seeds, (base, *others) = method.seeds, method.groups
+    deltas = effects_of(method.rows, "deltas")
     rows = []
-    for line in lines:
-        row = _names(line)
+    for row in method.rows:
+        cells = _names(row)
         for group, members in method.groups.items():
             if seeds:
-                row.append((group, number(line.means.get(group), percent=line.percent)))
-                row.append((f"{group}, each", values_text(line, members)))
+                cells.append((group, number(row.mean(group), percent=row.percent)))
+                values = (row.entries[member].value for member in members)
+                texts = (number(value, percent=row.percent) for value in values)
+                cells.append((f"{group}, each", ", ".join(texts)))
             else:
-                row.append((group, entry_text(line.entry(group), line)))
+                cells.append((group, entry_text(row.entries[group], row)))
         for other in others:
             head = f"Δ {other}" if seeds and len(others) > 1 else "Δ"
-            cells = _effect_cells(line, head, "deltas", other, f"{head}, each" * seeds)
+            of_delta = _effect_cells(row, head, "deltas", other, f"{head}, each" * seeds)
             if not seeds:  # as the papers print it, of perplexities too
-                cells = [(head, _delta_text(line, other)), *(cells[1:] if tested else [])]
-            row += cells
-        effects = [*line.deltas.values(), *line.scores.values()]
-        rows.append([*row, ("Documents", _counts(effects) if seeds else documents_text(line))])
+                text = number(row.delta(other), percent=row.percent, signed=True)
+                mark = getattr(row.effects.get(("deltas", other)), "mark", "")
+                of_delta = [(head, text + mark), *(of_delta[1:] if deltas else [])]
+            cells += of_delta
+        counts = _counts(effects_of([row], "deltas", "scores")) if seeds else documents_text(row)
+        rows.append([*cells, ("Documents", counts)])
     against = ", ".join(f"{other} {MINUS} {base}" for other in others)
     title, delta = method.name, f"Δ = {against}" if against else ""
     if seeds:
         counts = ", ".join(f"{len(of)} of {group}" for group, of in method.groups.items())
         title = f"{title} over seeds ({counts})"
-        notes = [*seed_notes(comparison, lines, ("deltas",)), *method.footnotes]
+        notes = [*seed_notes(method.comparison, method.rows, ("deltas",)), *method.footnotes]
     else:
         notes = [
-            *([MARKS.format(kind="Δ"), BRACKETS] if tested else []),
-            *ratio_notes(effect for line in lines for effect in line.deltas.values()),
-            *missing_notes(lines, ("deltas",)),
-            *score_notes(comparison, lines, method.footnotes),
+            *([MARKS.format(kind="Δ"), BRACKETS] if deltas else []),
+            *ratio_notes(deltas),
+            *missing_notes(method.rows, "deltas"),
+            *score_notes(method),
         ]
     return from_rows(
         rows,
         title=f"{title}: {delta}" if delta else title,
         notes=notes,
-        records=() if seeds else _records(lines),
+        records=() if seeds else _records(method.rows),
         **BY_TASK,
     )
 
 
-def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
+def _damages(method: MethodLines, damaged: Sequence[Row]) -> list[Table]:
     """Return the table of the damage of each checkpoint (or group of trainings), and of its
     difference from the first's."""
     base, *others = groups = [*method.groups]
     claims = {other: f"{other}’s {MINUS} {base}’s" for other in others}
     rows = []
-    for line in lines:
-        row = _names(line)
+    for row in damaged:
+        cells = _names(row)
         for group in groups:
-            row += _effect_cells(line, f"{group}’s damage", "damages", group)
+            cells += _effect_cells(row, f"{group}’s damage", "damages", group)
         for other, claim in claims.items():
-            row += _effect_cells(line, claim, "differences", other, "each" if method.seeds else "")
-        effects = [line.damages.get(group) for group in groups]
-        effects += [line.differences.get(other) for other in others]
-        rows.append([*row, ("Documents", _counts(effects))])
+            cells += _effect_cells(row, claim, "differences", other, "each" if method.seeds else "")
+        effects = [row.of("damages").get(group) for group in groups]
+        effects += [row.of("differences").get(other) for other in others]
+        rows.append([*cells, ("Documents", _counts(effects))])
     if method.seeds:
-        notes = seed_notes(method.comparison, lines, ("damages", "differences"))
+        notes = seed_notes(method.comparison, damaged, ("damages", "differences"))
     else:
         kind = "damages (differences: over all differences of damage)" if others else "damages"
         notes = [
             *(DAMAGE_NOTE, MARKS.format(kind=kind), BRACKETS),
-            *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
-            *missing_notes(lines, ("damages", "differences")),
-            *precision_notes(method.lines),
+            *ratio_notes(effects_of(method.rows, "damages")),
+            *missing_notes(damaged, "damages", "differences"),
+            *precision_notes(method.rows),
         ]
     name = f"{method.name} over seeds" if method.seeds else method.name
     return from_rows(
@@ -457,32 +417,34 @@ def _counts(effects: Iterable[Effect | None]) -> str:
     return "/".join(sorted({str(effect.documents) for effect in effects if effect})) or NO_VALUE
 
 
-def _records(lines: Iterable[Row]) -> tuple[str, ...]:
-    """Return ``cell key`` of each scored cell of ``lines``."""
-    entries = {entry.cell: entry for line in lines for entry in line.entries}.values()
+def _records(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Return ``cell key`` of each scored cell of ``rows``."""
+    entries = {entry.cell: entry for row in rows for entry in row.entries.values()}.values()
     return tuple(f"{e.cell} {e.key[:KEY_DIGITS]}" for e in entries if e.status == "ok")
 
 
 def _one_model(method: MethodLines) -> list[Table]:
     """Return the table of the damage of one checkpoint: a row per precision."""
-    (checkpoint,) = method.checkpoints
-    comparison, order = method.comparison, [(line.task, line.metric) for line in method.lines]
-    rows = []
-    for line in sorted(method.lines, key=lambda line: order.index((line.task, line.metric))):
-        cell, effect = f"{checkpoint}/{line.quantizer}", line.effect("damages", checkpoint)
+    (checkpoint,), comparison = method.groups, method.comparison
+    order, rows = [(row.task, row.metric) for row in method.rows], []
+    for row in sorted(method.rows, key=lambda row: order.index((row.task, row.metric))):
+        cell, effect = f"{checkpoint}/{row.quantizer}", row.effects.get(("damages", checkpoint))
+        record = comparison.records.get(cell)
+        bits, size = bits_per_weight(record), gib(record)
         lost = {
-            "Damage": effect_text(effect, percent=line.percent),
-            INTERVAL: interval_text(effect, percent=line.percent),
-            AT_MOST: bound_text(effect, percent=line.percent),
-            **_cost_texts(comparison.task_damage(cell, line.task), line.metric),
+            "Damage": effect_text(effect, percent=row.percent),
+            INTERVAL: interval_text(effect, percent=row.percent),
+            AT_MOST: bound_text(effect, percent=row.percent),
+            **_cost_texts(comparison.task_damage(cell, row.task), row.metric),
         }
         rows.append(
             {
-                **dict(_names(line)),
-                **_size_texts(comparison.records.get(cell)),
-                "Score": entry_text(line.entries[0], line),
-                **(lost if line.quantized else dict.fromkeys(lost, "")),
-                "Documents": documents_text(line),
+                **dict(_names(row)),
+                "Bits per weight": NO_VALUE if bits is None else f"{bits:.2f}",
+                "GiB": NO_VALUE if size is None else significant(size),
+                "Score": entry_text(row.entries[checkpoint], row),
+                **(lost if row.quantized else dict.fromkeys(lost, "")),
+                "Documents": documents_text(row),
             }
         )
     return from_rows(
@@ -491,12 +453,12 @@ def _one_model(method: MethodLines) -> list[Table]:
         notes=(
             *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, AT_MOST_NOTE),
             *COST_NOTES,
-            *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
-            *missing_notes(method.lines, ("damages",)),
-            *score_notes(comparison, method.lines, method.footnotes),
+            *ratio_notes(effects_of(method.rows, "damages")),
+            *missing_notes(method.rows, "damages"),
+            *score_notes(method),
         ),
         **BY_TASK,
-        records=_records(method.lines),
+        records=_records(method.rows),
     )
 
 
@@ -509,15 +471,6 @@ def _cost_texts(damage: TaskDamage | None, metric: str) -> dict[str, str]:
         "KL p99": significant(measured.kl.p99) if measured else NO_VALUE,
         "Flips": f"{flips.right_to_wrong} / {flips.wrong_to_right}" if flips else NO_VALUE,
         "Same top token": f"{100 * measured.top1_agreement:.1f} %" if measured else NO_VALUE,
-    }
-
-
-def _size_texts(record: Record | None) -> dict[str, str]:
-    """Return the cells bits per weight and GiB."""
-    bits, size = bits_per_weight(record), gib(record)
-    return {
-        "Bits per weight": NO_VALUE if bits is None else f"{bits:.2f}",
-        "GiB": NO_VALUE if size is None else significant(size),
     }
 
 
@@ -539,16 +492,9 @@ def entry_text(entry: RowValue, line: Row) -> str:
     return number(entry.value, percent=line.percent) + error
 
 
-def _delta_text(line: Row, checkpoint: str) -> str:
-    """Return Δ as the papers print it, with its mark of significance."""
-    text = number(line.delta(checkpoint), percent=line.percent, signed=True)
-    effect = line.deltas.get(checkpoint)
-    return text + (effect.mark if effect else "")
-
-
 def documents_text(line: Row) -> str:
     """Return how many documents were scored: one number if all checkpoints agree, else one each."""
-    counts = [entry.documents for entry in line.entries]
+    counts = [entry.documents for entry in line.entries.values()]
     numbers = {count for count in counts if count is not None}
     if len(numbers) <= 1:
         return str(next(iter(numbers), NO_VALUE))
@@ -559,17 +505,16 @@ def against_table(comparison: Comparison) -> list[Table]:
     """Return the table of the losses of each precision compared with ``comparison.against``, by
     score; an empty list if that is None."""
     rows = []
-    for line in comparison.seeds or comparison.lines:
-        if line.against and not comparison.redundant(line):
-            row = _names(line)
+    for row in comparison.seeds or comparison.lines:
+        if not row.redundant and (effects := row.of("against").values()):
+            cells = _names(row)
             for group in comparison.groups:
-                row += _effect_cells(line, group, "against", group)
-            rows.append([*row, ("Documents", _counts(line.against.values()))])
-    effects = [each for line in comparison.lines for each in line.against.values()]
+                cells += _effect_cells(row, group, "against", group)
+            rows.append([*cells, ("Documents", _counts(effects))])
     notes = [
         f"What is lost against {comparison.against}, paired by document; above 0, or above × 1, "
         "the row's precision is worse.",
         MARKS.format(kind="losses"),
-        *ratio_notes(effects),
+        *ratio_notes(effects_of(comparison.lines, "against")),
     ]
     return from_rows(rows, title=f"Against {comparison.against}", notes=notes, **BY_TASK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from textwrap import fill
 
@@ -87,13 +87,14 @@ def _rows(comparison: Comparison) -> list[dict[str, str]]:
     by_quantizer: dict[str, dict[str, Row]] = {}
     for row in _first_rows(comparison):
         by_quantizer.setdefault(row.quantizer, {})[row.task] = row
-    order = ordered(comparison, comparison.checkpoints[0]) if len(comparison.groups) == 1 else []
+    one = len(comparison.groups) == 1
+    order = ordered(comparison, comparison.grid.checkpoints[0]) if one else []
     names = sorted(by_quantizer, key=lambda name: order.index(name) if name in order else -1)
     return [
         {
-            "Precision": name if len(comparison.groups) == 1 else f"{group}/{name}",
-            "Bits": _mean([bits_per_weight(record) for record in records], "{:.2f}".format),
-            "GiB": _mean([gib(record) for record in records], short),
+            "Precision": name if one else f"{group}/{name}",
+            "Bits": _mean(map(bits_per_weight, records), "{:.2f}".format),
+            "GiB": _mean(map(gib, records), short),
             "KL": _kl(comparison, cells),
             **{row.label: _value(comparison, row, group) for row in by_quantizer[name].values()},
         }
@@ -108,7 +109,7 @@ def _first_rows(comparison: Comparison) -> list[Row]:
     """Return the row of the first metric, in the papers' order, of each task and precision."""
     rows: dict[tuple[str, str], Row] = {}
     for row in comparison.seeds or comparison.lines:
-        if not comparison.redundant(row):
+        if not row.redundant:
             rows.setdefault((row.quantizer, row.task), row)
     return list(rows.values())
 
@@ -116,22 +117,22 @@ def _first_rows(comparison: Comparison) -> list[Row]:
 def _kl(comparison: Comparison, cells: Sequence[str]) -> str:
     """Return the KL divergence of one cell with its interval, or the mean over several cells."""
     means = comparison.kl.means if comparison.kl else {}
-    if len(cells) == 1 or not all(cell in means for cell in cells):
+    if len(cells) == 1 or not means.keys() >= {*cells}:
         return loss_text(comparison.kl, cells[0]) or NO_VALUE
-    return short(fmean(means[cell] for cell in cells))
+    return _mean(map(means.get, cells), short)
 
 
 def _value(comparison: Comparison, row: Row, group: str) -> str:
     """Return the damage in one score; for an unquantized precision the score, marked if the model
     may have guessed."""
     if row.quantized:
-        return effect_text(row.effect("damages", group), percent=row.percent)
-    values = {entry.checkpoint: entry.value for entry in row.entries} | dict(row.means)
-    members = comparison.groups.get(group, (group,))
+        return effect_text(row.effects.get(("damages", group)), percent=row.percent)
+    value, entry = row.mean(group), row.entries.get(group)
+    value = entry.value if value is None and entry else value
+    members = comparison.groups[group]
     guessed = any((name, row.task, row.metric) in comparison.at_chance for name in members)
-    return number(values.get(group), percent=row.percent) + "°" * guessed
+    return number(value, percent=row.percent) + "°" * guessed
 
 
-def _mean(values: Sequence[float | None], text) -> str:
-    """Return the mean of ``values`` by ``text``; a dash if one is missing."""
-    return NO_VALUE if None in values else text(fmean(values))
+def _mean(values: Iterable[float | None], text: Callable[[float], str]) -> str:
+    return NO_VALUE if None in (values := [*values]) else text(fmean(values))

@@ -73,14 +73,12 @@ def from_rows(
 
 def markdown(tables: Iterable[Table]) -> str:
     """Return the tables one below the other, with their notes."""
-    return "\n\n".join("\n\n".join(_blocks(each)) for each in tables) + "\n"
-
-
-def _blocks(printed: Table) -> list[str]:
-    """Return the Markdown parts of a table: heading, table, notes."""
-    notes = "\n".join(f"- {for_markdown(note)}" for note in printed.footnotes)
-    made = [table(printed.head, printed.shown, align=printed.align), notes]
-    return [f"### {for_markdown(printed.title)}", *(block for block in made if block)]
+    blocks = []
+    for each in tables:
+        notes = "\n".join(f"- {for_markdown(note)}" for note in each.footnotes)
+        shown = table(each.head, each.shown, align=each.align)
+        blocks += [f"### {for_markdown(each.title)}", shown, *([notes] if notes else [])]
+    return "\n\n".join(blocks) + "\n"
 
 
 def latex(tables: Iterable[Table]) -> str:

@@ -47,7 +47,6 @@ from qbench.text import metric_title
 if TYPE_CHECKING:
     import pandas as pd
 
-    from qbench.statistics import Effect, Interval
 
 Json = dict[str, Any]
 # (record, task) → by document, the texts of each request and the right answer
@@ -201,7 +200,7 @@ def plain(value: Any) -> Any:
 def overview(results: Results, comparison: Comparison) -> Json:
     """Return the first page: the verdict, scores and effects, cells, problems."""
     grid, store = comparison.grid, results.store
-    lines = [line for line in comparison.lines if not comparison.redundant(line)]
+    lines = [line for line in comparison.lines if not line.redundant]
     labels = {line.task: line.label for line in lines}
     return {
         "ready": comparison.tested or not comparison.records,
@@ -213,9 +212,7 @@ def overview(results: Results, comparison: Comparison) -> Json:
         "tasks": [{"name": task, "label": labels.get(task, task)} for task in grid.tasks],
         "cells": [_cell(comparison, store, cell) for cell in grid.cells],
         "lines": [_line(line) for line in lines],
-        "by_group": [
-            _seed_line(line) for line in comparison.seeds if not comparison.redundant(line)
-        ],
+        "by_group": [_line(line, seeds=True) for line in comparison.seeds if not line.redundant],
         "verdict": verdict(comparison),
         "about": about(comparison),
         "summary": _in_more_words(comparison) if comparison.tested else [],
@@ -273,9 +270,9 @@ def _kl(comparison: Comparison, cell: str) -> Json:
     """Return {"": KL divergence over all tasks, with its interval}; {} before it is computed."""
     if comparison.kl is None or cell not in comparison.kl.means:
         return {}
-    interval = getattr(comparison.kl.cells[cell], "interval", None)  # of the logarithm
-    ends = (math.exp(interval.low), math.exp(interval.high)) if interval else (None, None)
-    return {"": {"mean": comparison.kl.means[cell], "low": ends[0], "high": ends[1]}}
+    ends = {side: getattr(comparison.kl.cells[cell], side, None) for side in ("low", "high")}
+    ends = {side: math.exp(end) if end is not None else None for side, end in ends.items()}
+    return {"": {"mean": comparison.kl.means[cell], **ends}}
 
 
 def _kl_of_task(kl: Divergence) -> Json:
@@ -287,53 +284,39 @@ def _kl_of_task(kl: Divergence) -> Json:
     return {"mean": kl.mean, "low": kl.mean / factor, "high": kl.mean * factor}
 
 
-def _line(line: Row) -> Json:
-    """Return a row of scores with their intervals and effects, by checkpoint."""
-    scores = {
-        entry.checkpoint: {
-            "status": entry.status,
-            "value": entry.value,
-            "reason": entry.reason,
-            "documents": entry.documents,
-            **_ends(line.intervals.get(entry.checkpoint)),
-        }
-        for entry in line.entries
-    }
-    return _measures(line) | {"scores": scores}
-
-
-def _seed_line(line: Row) -> Json:
-    """Return a row over seeds with means, intervals and effects, by group."""
-    plain = {of: e.interval for of, e in line.scores.items() if e.kind == "difference"}
-    scores = {
-        group: {"status": "ok", "value": mean, **_ends(plain.get(group))}
-        for group, mean in line.means.items()
-    }
-    return _measures(line) | {"scores": scores}
-
-
 LINE = ("task", "label", "metric", "higher_is_better", "percent", "ratio", "aggregation",
         "quantizer", "quantized")  # fmt: skip
+EFFECT = ("kind", "estimate", "p", "p_holm", "mark", "documents", "low", "high")
 
 
-def _measures(line: Row) -> Json:
-    """Return the fields that rows of scores and rows over seeds share: metric and effects."""
+def _line(line: Row, *, seeds: bool = False) -> Json:
+    """Return a row with its scores and effects, whose ``kind`` says whether numbers are in units of
+    the score or logarithms of ratios. Over ``seeds`` a mean of perplexities has no interval: that
+    of its effect is geometric."""
+    effects = line.of("scores")
+    ends = {
+        name: dict(zip(("low", "high"), effect.score_interval(), strict=False))
+        for name, effect in effects.items()
+        if not (seeds and line.ratio)
+    }
+    if seeds:
+        scores = {group: {"status": "ok", "value": line.mean(group)} for group in effects}
+    else:
+        names = ("status", "value", "reason", "documents")
+        scores = {checkpoint: {name: getattr(entry, name) for name in names}
+                  for checkpoint, entry in line.entries.items()}  # fmt: skip
     return {
         **{name: getattr(line, name) for name in LINE},
         "metric_title": metric_title(line.metric),
-        **{name: {of: _effect(e) for of, e in getattr(line, name).items()} for name in TESTED},
+        **{
+            contrast: {
+                of: {name: getattr(effect, name) for name in EFFECT}
+                for of, effect in line.of(contrast).items()
+            }
+            for contrast in TESTED
+        },
+        "scores": {name: score | ends.get(name, {}) for name, score in scores.items()},
     }
-
-
-def _ends(interval: Interval | None) -> Json:
-    """Return ``low`` and ``high`` of an interval; {} without one."""
-    return {} if interval is None else {"low": interval.low, "high": interval.high}
-
-
-def _effect(effect: Effect) -> Json:
-    """Return an effect as JSON; ``kind``: numbers in the score's units, or log ratios."""
-    names = ("kind", "estimate", "p", "p_holm", "mark", "documents")
-    return {name: getattr(effect, name) for name in names} | _ends(effect.interval)
 
 
 # --- a cell, its documents, the texts of a task

@@ -55,13 +55,11 @@ def test_its_damage_is_that_of_all_documents(good):
     )
     panel = Panel.of({name: pooled(good, name) for name in (CELL, WHOLE)})
     expected = effect(panel, {CELL: -1, WHOLE: 1}, "mean")
-    damage = line.damages["softmax"]
-    assert panel.documents == sum(PARTS.values()) == line.entry("softmax").documents
+    damage = line.of("damages")["softmax"]
+    assert panel.documents == sum(PARTS.values()) == line.entries["softmax"].documents
     assert (damage.estimate, damage.p) == pytest.approx((expected.estimate, expected.p))
-    assert (damage.interval.low, damage.interval.high) == pytest.approx(
-        (expected.interval.low, expected.interval.high)
-    )
-    values = [next(one.value for one in line.entries if one.checkpoint == "softmax")]
+    assert (damage.low, damage.high) == pytest.approx((expected.low, expected.high))
+    values = [line.entries["softmax"].value]
     assert values == [pytest.approx(panel.values[:, 0].mean())]
 
 

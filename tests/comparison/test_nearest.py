@@ -200,7 +200,7 @@ def test_kl_over_trainings_has_one_interval_over_documents_and_seeds(
     comparison = with_kl(compare(store), levels)
     answer = comparison.primary.overall["other"]
     assert (answer.seeds, len(answer.each)) == (trainings, 3 if trainings == 3 else 5)
-    assert answer.interval.low < np.log(factor) < answer.interval.high
+    assert answer.low < np.log(factor) < answer.high
     assert answer.significant == worse
     said = verdict(comparison)[0]
     claim = "costs other more than base" if worse else "is not shown to cost other more or less"

@@ -8,7 +8,7 @@ import pytest
 from qbench.comparison.compare import compare
 from qbench.comparison.outcomes import read_columns
 from qbench.records import ANSWERS
-from qbench.statistics import KL_MEAN, Panel, effect, score_interval
+from qbench.statistics import KL_MEAN, Panel, effect
 from qbench.store import Store
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -24,8 +24,8 @@ def test_kl_along_answers_has_the_interval_of_every_kl():
     rows = {(row.metric, row.quantizer): row for row in compare(store).lines}
     cell, kl = "smollm2/rtn-8bit", (ANSWERS, "kl")
     column = read_columns(store, result[cell], [kl])[kl]
-    interval = rows["kl", "rtn-8bit"].intervals["smollm2"]
-    assert interval == score_interval(effect(Panel.of({cell: column}), {cell: 1}, KL_MEAN))
+    scores = rows["kl", "rtn-8bit"].of("scores")
+    assert scores["smollm2"] == effect(Panel.of({cell: column}), {cell: 1}, KL_MEAN)
 
 
 simulations = runpy.run_path(str(RESULTS.parent / "docs" / "simulate.py"))

@@ -34,7 +34,7 @@ def drawn(rng, seeds, by_seed, by_document, rest):
 
 
 def covers(result):
-    return result.interval.low <= 0 <= result.interval.high
+    return result.low <= 0 <= result.high
 
 
 @pytest.mark.parametrize("seeds", [2, 3, *(pytest.param(n, marks=SLOW) for n in (4, 5))])
@@ -57,9 +57,9 @@ def test_answers_that_never_changed_leave_the_interval_of_one_training():
     """Not no interval at all: 300 answers that stayed do not say that none ever changes."""
     same = {(side, s): np.arange(100) % 2.0 for side in ("old", "new") for s in range(3)}
     result = over_seeds(panel(same), pairs(3), "mean")
-    one = effect(panel(same), {("new", 0): 1, ("old", 0): -1}, "mean").interval
-    assert (result.interval.low, result.interval.high) == pytest.approx((one.low, one.high))
-    assert result.interval.high == pytest.approx(0.037, abs=1e-3)
+    one = effect(panel(same), {("new", 0): 1, ("old", 0): -1}, "mean")
+    assert (result.low, result.high) == pytest.approx((one.low, one.high))
+    assert result.high == pytest.approx(0.037, abs=1e-3)
     assert (result.estimate, result.p) == (0, 1)
 
 
@@ -68,8 +68,8 @@ def test_answers_that_all_changed_alike_leave_an_interval_too():
     lost = {("old", s): np.ones(100) for s in range(3)}
     lost |= {("new", s): np.zeros(100) for s in range(3)}
     result = over_seeds(panel(lost), pairs(3), "mean")
-    one = effect(panel(lost), {("new", 0): 1, ("old", 0): -1}, "mean").interval
-    assert (result.interval.low, result.interval.high) == pytest.approx((one.low, one.high))
+    one = effect(panel(lost), {("new", 0): 1, ("old", 0): -1}, "mean")
+    assert (result.low, result.high) == pytest.approx((one.low, one.high))
     assert (one.low, one.high) == pytest.approx((-1.0, -0.926), abs=1e-3)
 
 
@@ -80,7 +80,7 @@ def test_without_documents_part_it_is_students_t_over_seeds():
     result = over_seeds(panel(values), pairs(4), "mean")
     expected = stats.ttest_1samp(levels, 0)
     interval = expected.confidence_interval()
-    assert (result.interval.low, result.interval.high) == pytest.approx(
+    assert (result.low, result.high) == pytest.approx(
         (interval.low, interval.high)
     )
     assert result.p == pytest.approx(expected.pvalue, rel=1e-6)
@@ -92,7 +92,7 @@ def test_two_trainings_that_happen_to_agree_are_no_surer_than_their_documents():
     one, other = np.random.default_rng(4).normal(0, 1, (2, DOCUMENTS))
     values = {("old", s): np.zeros(DOCUMENTS) for s in range(2)}
     values |= {("new", 0): one, ("new", 1): other + one.mean() - other.mean()}
-    result = over_seeds(panel(values), pairs(2), "mean").interval
+    result = over_seeds(panel(values), pairs(2), "mean")
     documents = stats.ttest_1samp((one + values["new", 1]) / 2, 0).confidence_interval()
     assert result.low <= documents.low + 1e-9
     assert result.high >= documents.high - 1e-9
@@ -106,7 +106,7 @@ def test_with_seeds_that_are_all_alike_it_is_the_paired_t_over_documents():
     result = over_seeds(panel(values), pairs(3), "mean")
     expected = stats.ttest_1samp(difference, 0)
     interval = expected.confidence_interval()
-    assert (result.interval.low, result.interval.high) == pytest.approx(
+    assert (result.low, result.high) == pytest.approx(
         (interval.low, interval.high)
     )
     assert result.of_seeds == 0
@@ -122,7 +122,7 @@ def test_perplexities_are_compared_by_their_logarithm_long_pages_weighing_more()
     mean = nats.sum() / words.sum()
     assert result.kind == "log ratio"
     assert result.each == pytest.approx([mean * 0.02, mean * 0.021, mean * 0.022])
-    assert result.interval.low < result.estimate < result.interval.high
+    assert result.low < result.estimate < result.high
 
 
 def test_unequal_numbers_of_seeds_are_groups_of_their_own():

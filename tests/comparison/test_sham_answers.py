@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from qbench.gate.baseline import CellResults
-from qbench.gate.check import _gate, changes
+from qbench.gate.check import changes, judge
 from qbench.gate.verdict import margin_of
 from qbench.metrics import LOG_MEAN
 from qbench.records import ANSWERS, Precision, Score
@@ -73,7 +73,8 @@ def gates(runs, samples, given, shift=0.0):
             name = (ANSWERS, metric)
             margin = margin_of(old.scores[name], old.columns[name], given, lines=len(METRICS),
                                variance=old.variances[name])  # fmt: skip
-            results.append(_gate(changes({"a/b": (old, new)})["a/b", name], margin, same=False))
+            change = changes({"a/b": (old, new)})["a/b", name]
+            results.append(judge(change, margin, old.columns[name], new.columns[name]))
         yield results
 
 

@@ -190,7 +190,7 @@ def test_a_score_that_no_test_knows_is_held_to_the_margin_by_its_value(tmp_path,
     assert [gate.outcome for gate in gates] == [outcome] * 2
     assert all("the margin: by its value alone" in gate.reason for gate in gates)
     assert [gate.worse.estimate for gate in gates] == pytest.approx([30 - now] * 2)
-    assert [gate.change.documents for gate in gates] == [700, 700]
+    assert [gate.documents for gate in gates] == [700, 700]
     assert result.outcome == outcome
 
 
@@ -202,7 +202,7 @@ def test_documents_that_are_missing_fail_and_are_counted(tmp_path, good, standar
         table = table[table["document"] < 30].reset_index(drop=True)
         store.put(record.model_copy(update={"scores": scores(table)}), table, None)
     gates = of(check.check(store, standard), "softmax/bf16", "arc_easy")
-    assert [gate.change.documents for gate in gates] == [30, 30]
-    assert all(gate.change.old == gate.change.new for gate in gates)
+    assert [gate.documents for gate in gates] == [30, 30]
+    assert all(gate.old == gate.new for gate in gates)
     assert all(gate.outcome == "fail" for gate in gates)
     assert all("670 of the baseline's 700 documents are missing" in g.reason for g in gates)

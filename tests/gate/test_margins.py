@@ -11,12 +11,11 @@ from scipy import stats
 from qbench.errors import RecipeError
 from qbench.gate import check, verdict
 from qbench.gate.baseline import CellResults
-from qbench.gate.check import _gate, changes
+from qbench.gate.check import changes, judge
 from qbench.gate.verdict import margin_of
 from qbench.metrics import LOG_MEAN
 from qbench.records import ANSWERS, Precision, Score
-from qbench.statistics import Column, Regression, effects
-from qbench.statistics.panel import with_shared_documents
+from qbench.statistics import Column, effects
 
 
 def column(values) -> Column:
@@ -88,12 +87,12 @@ def test_a_harmless_change_passes_at_the_default_margin(
     columns = {(side, place): column for place, pair in enumerate(made)
                for side, column in zip(("old", "new"), pair, strict=True)}  # fmt: skip
     signs = [{("new", place): worse, ("old", place): -worse} for place in range(300)]
-    answers, passed = effects(with_shared_documents(columns), signs, aggregation), 0
+    answers, passed = effects(columns, signs, aggregation), 0
     for (old, _), answer in zip(made, answers, strict=True):
         margin = verdict.margin_of(about, old, {}, lines=LINES)
         assert not margin.given
         limit = margin.value / 100 if aggregation == "mean" else np.log1p(margin.value / 100)
-        passed += Regression.of(answer).high <= limit
+        passed += answer.bounds[1] <= limit
     assert passed >= least
 
 
@@ -113,7 +112,7 @@ def test_harmless_losses_have_skellams_quantiles(documents, lines):
     old, new = column(np.maximum(values, 0)), column(np.maximum(-values, 0))
     (answer,) = effects({"old": old, "new": new}, [{"old": 1, "new": -1}], "mean")
     bound = verdict._bound_of_flips(documents, missed, 0.03)
-    assert bound == pytest.approx(Regression.of(answer).high)
+    assert bound == pytest.approx(answer.bounds[1])
 
 
 def test_many_lines_of_many_answers_have_a_margin():
@@ -124,7 +123,7 @@ def test_many_lines_of_many_answers_have_a_margin():
 def test_a_broken_quantizer_does_not_widen_its_own_margin(tmp_path, good, standard):
     worse = changed(tmp_path, shift={"softmax/hqq-4bit": 0.4})
     before, after = (
-        {gate.name: gate.margin for gate in check.check(store, standard).gates if gate.change}
+        {gate.name: gate.margin for gate in check.check(store, standard).gates if gate.score}
         for store in (good, worse)
     )
     assert before == after
@@ -163,7 +162,8 @@ def gate(metric, old, new, given=None, variances=None):
     name = (ANSWERS, metric)
     before, after = (cell(metric, values, variances) for values in (old, new))
     margin = margin_of(before.scores[name], before.columns[name], given or {}, lines=20)
-    return _gate(changes({"a/b": (before, after)})["a/b", name], margin, same=False)
+    change = changes({"a/b": (before, after)})["a/b", name]
+    return judge(change, margin, before.columns[name], after.columns[name])
 
 
 @pytest.mark.parametrize(

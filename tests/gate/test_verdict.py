@@ -62,7 +62,7 @@ def test_a_default_margin_is_marked_and_the_mark_explained(good, standard):
     assert re.search(r"\| +9 \|", text)
     assert re.search(r"\d\* \|", text)
     assert "* the smallest that the documents allow" in text
-    given = dataclasses.replace(next(g for g in result.gates if g.change), given=True)
+    given = dataclasses.replace(next(g for g in result.gates if g.score), given=True)
     assert (
         "*" not in verdict.as_markdown(dataclasses.replace(result, gates=(given,))).split("\n-")[0]
     )

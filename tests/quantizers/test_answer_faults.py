@@ -49,11 +49,11 @@ def results(tmp_path_factory):
 def test_planted_faults_are_found(results):
     comparison = compare(results)
     pairs = comparison.primary.pairs  # of KL along answers, on the logarithm
-    assert pairs["base", "good", "line"].interval.high < -0.3
-    assert pairs["base", "kv8", "kv3"].interval.high < -1
+    assert pairs["base", "good", "line"].high < -0.3
+    assert pairs["base", "kv8", "kv3"].high < -1
     lengths = {row.quantizer: row for row in comparison.lines if row.metric == "length"}
-    assert lengths["end"].damages["base"].interval.high < 0  # shorter, on the logarithm
-    assert lengths["end"].damages["base"].significant
+    assert lengths["end"].of("damages")["base"].high < 0  # shorter, on the logarithm
+    assert lengths["end"].of("damages")["base"].significant
     differing = {name.split("/")[1]: one.other_prompts for name, one in comparison.answers.items()}
     assert differing == {"kv8": 0, "kv3": 0, "good": 0, "line": 60, "end": 0}
     said = (results.directory / "tables.md").read_text()

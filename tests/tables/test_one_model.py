@@ -86,9 +86,10 @@ def test_a_row_a_precision_says_bits_size_score_damage_and_divergence(mine):
 def test_a_loss_has_one_sign_in_every_output(mine):
     """In the tables, the terminal, the CSV and the viewer, of accuracies and of perplexities."""
     comparison = compare(mine)
-    hurt = [line for line in comparison.lines if line.quantizer == "hqq-2bit" and line.damages]
+    hurt = [line for line in comparison.lines if line.quantizer == "hqq-2bit"]
+    hurt = [line for line in hurt if line.of("damages")]
     assert {line.metric for line in hurt} >= {"acc", "perplexity", "word_perplexity"}
-    assert all(line.damages["mine"].estimate > 0 for line in hurt)
+    assert all(line.of("damages")["mine"].estimate > 0 for line in hurt)
     for text in (render(comparison), summary(comparison)):
         (row,) = [one for one in text.splitlines() if re.match(r"\| (mine )?hqq-2bit", one)][:1]
         assert re.search(r"\+\d", row)
@@ -137,15 +138,15 @@ def test_damage_is_against_the_unquantized_column_of_the_same_dtype(tmp_path):
         changed = record.model_copy(update={"key_parts": parts})
         store.put(changed, store.outcomes(record), None)
     comparison = compare(store)
-    assert comparison.unquantized_of("hqq-4bit") == "bf16"
+    assert comparison.unquantized_of["hqq-4bit"] == "bf16"
     values = {line.quantizer: line for line in comparison.lines if line.metric == "acc_norm"}
-    whole, quantized = (values[q].entries[0].value for q in ("bf16", "hqq-4bit"))
-    damage = values["hqq-4bit"].damages["mine"].estimate
+    whole, quantized = (values[q].entries["mine"].value for q in ("bf16", "hqq-4bit"))
+    damage = values["hqq-4bit"].of("damages")["mine"].estimate
     assert damage == pytest.approx(whole - quantized, abs=1e-12)
     cells = [cell for cell in store.manifest().cells if cell.quantizer != "bf16"]
     store.put_manifest(store.manifest().model_copy(update={"cells": tuple(cells)}))
     comparison = compare(store)
-    assert not any(line.damages for line in comparison.lines)
+    assert not any(line.of("damages") for line in comparison.lines)
     said = "mine/hqq-4bit: no damage: no unquantized column computes in bfloat16, as hqq-4bit does"
     assert said in render(comparison)
 
@@ -164,7 +165,7 @@ def test_tasks_at_chance_are_named_and_leave_the_family(tmp_path, monkeypatch, g
         sizes={"arc_easy": 400, "piqa": 400}, shift={"mine/hqq-2bit": 1.0},
     )  # fmt: skip
     before, _ = (
-        row.entries[0].value
+        row.entries["mine"].value
         for row in compare(store, statistics=False).lines
         if (row.task, row.metric) == ("arc_easy", "acc")
     )
@@ -175,7 +176,7 @@ def test_tasks_at_chance_are_named_and_leave_the_family(tmp_path, monkeypatch, g
     assert ("At chance unquantized" in render(result)) is guessing
     names = ("arc_easy", "acc", True)
     row = next(r for r in result.lines if (r.task, r.metric, r.quantized) == names)
-    assert (row.damages["mine"].p_holm is None) is guessing
+    assert (row.of("damages")["mine"].p_holm is None) is guessing
 
 
 def test_chance_is_one_of_the_choices_and_0_without_any():

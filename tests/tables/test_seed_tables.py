@@ -52,14 +52,14 @@ def comparison(grid):
 def test_a_line_over_seeds_has_every_trainings_score_and_their_mean(comparison):
     one = next(s for s in comparison.seeds if s.metric == "acc" and s.quantized)
     for group, members in GROUPS.items():
-        values = [one.entry(member).value for member in members]
-        assert one.means[group] == pytest.approx(sum(values) / 3)
-    assert one.deltas["softpick"].estimate == pytest.approx(
-        one.means["softpick"] - one.means["softmax"]
+        values = [one.entries[member].value for member in members]
+        assert one.mean(group) == pytest.approx(sum(values) / 3)
+    assert one.of("deltas")["softpick"].estimate == pytest.approx(
+        one.mean("softpick") - one.mean("softmax")
     )
-    assert one.deltas["softpick"].p_holm is not None
-    assert set(one.damages) == set(GROUPS)
-    assert set(one.differences) == {"softpick"}
+    assert one.of("deltas")["softpick"].p_holm is not None
+    assert set(one.of("damages")) == set(GROUPS)
+    assert set(one.of("differences")) == {"softpick"}
 
 
 def test_tables_show_means_intervals_and_each_training(comparison):
@@ -75,7 +75,7 @@ def test_tables_show_means_intervals_and_each_training(comparison):
 def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
     shift = {f"softpick.{n}/{q}": 0.9 * n for n in (1, 2, 3) for q in ("bf16", "gptq-2bit")}
     apart = compare(made(tmp_path / "apart", shift=shift))
-    effects = [one.deltas["softpick"] for one in apart.seeds]
+    effects = [one.of("deltas")["softpick"] for one in apart.seeds]
     assert all(effect.of_seeds > 0.5 for effect in effects)
     assert "§: most of the uncertainty comes from the seeds" in render(apart)
 
@@ -96,7 +96,7 @@ def test_a_missing_cell_takes_its_line_over_seeds_away_not_the_others(tmp_path):
         missing=("softpick.2/gptq-2bit",), replicates=GROUPS,
     )  # fmt: skip
     result = compare(store)
-    deltas = {(s.quantizer, bool(s.deltas)) for s in result.seeds}
+    deltas = {(s.quantizer, bool(s.of("deltas"))) for s in result.seeds}
     assert deltas == {("bf16", True), ("gptq-2bit", False)}
     assert "softpick.2/gptq-2bit: missing" in render(result)
 

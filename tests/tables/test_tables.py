@@ -37,8 +37,8 @@ def test_there_is_one_table_a_method_each_with_the_unquantized_rows(store):
     result = by_method(plain(store))
     assert [part.name for part in result] == ["GPTQ", "HQQ"]
     for part in result:
-        assert {line.title for line in part.lines} == {"Unquantized", part.name}
-        assert part.lines[0].quantizer == "bf16"
+        assert {row.title for row in part.rows} == {"Unquantized", part.name}
+        assert part.rows[0].quantizer == "bf16"
 
 
 def test_rows_follow_the_papers_order_and_name_each_task_once(store):
@@ -57,7 +57,7 @@ def test_a_failed_cell_is_shown_as_failed_with_its_reason_on_one_line(store):
 def test_delta_is_the_difference_of_the_unrounded_values(store):
     comparison = plain(store)
     line = comparison.lines[0]
-    softmax, softpick = (entry.value for entry in line.entries)
+    softmax, softpick = (entry.value for entry in line.entries.values())
     assert line.delta("softpick") == softpick - softmax
     assert f"{(softpick - softmax) * 100:+.2f}".replace("-", "−") in render(comparison)
 
@@ -68,7 +68,7 @@ def test_csv_has_every_score_of_the_grid_with_its_cell_key(store):
     assert all(row["key"] == key(row["checkpoint"], row["quantizer"]) for row in rows)
     assert {row["status"] for row in rows} == {"ok", "failed", "missing"}
     exact = next(row for row in rows if row["status"] == "ok")
-    assert float(exact["value"]) == plain(store).lines[0].entries[0].value
+    assert float(exact["value"]) == plain(store).lines[0].entries["softmax"].value
 
 
 def test_redundant_metrics_are_in_the_csv_and_named_below_the_table(store):
@@ -111,7 +111,7 @@ def test_a_clear_difference_is_marked_and_a_small_one_is_not(tested):
 
 def test_printed_scores_stand_beside_ours(tested):
     text = render(tested, published="softpick-340m")
-    value = tested.lines[0].entries[0].value
+    value = tested.lines[0].entries["softmax"].value
     row = next(line for line in text.splitlines() if "56.61" in line)
     assert [cell.strip() for cell in row.strip("|").split("|")][2:6:3] == ["softmax/bf16", "56.61"]
     assert f" {100 * value:.2f} " in row
@@ -135,9 +135,9 @@ def test_precisions_are_compared_with_the_one_that_is_named(tmp_path, checkpoint
     text = render(comparison).partition("### Against bnb-4bit")[2]
     assert "hqq-2bit" in text
     rows = {line.quantizer: line for line in comparison.lines if line.metric == "acc"}
-    assert not rows["bnb-4bit"].against
-    loss, values = rows["hqq-2bit"].against[checkpoints[0]], {
-        name: row.entries[0].value for name, row in rows.items()
+    assert not rows["bnb-4bit"].of("against")
+    loss, values = rows["hqq-2bit"].of("against")[checkpoints[0]], {
+        name: row.entries[checkpoints[0]].value for name, row in rows.items()
     }  # fmt: skip
     assert loss.estimate == pytest.approx(values["bnb-4bit"] - values["hqq-2bit"])
     assert loss.family == 2 * len(checkpoints)  # metrics
@@ -194,12 +194,13 @@ def test_damage_and_its_difference_stand_below_each_delta_table_as_ratios(tested
     text = render(tested)
     assert "Records: ." not in text
     assert "softpick’s − softmax’s" in text
-    line = next(line for line in tested.lines if line.metric == "word_perplexity" and line.damages)
+    lines = [line for line in tested.lines if line.of("damages")]
+    line = next(line for line in lines if line.metric == "word_perplexity")
     shown = [float(number) for number in re.findall(r"\d+\.\d+", text)]
-    for effect in (*line.damages.values(), *line.differences.values()):
-        for value in (effect.estimate, effect.interval.low, effect.interval.high):
+    for effect in (*line.of("damages").values(), *line.of("differences").values()):
+        for value in (effect.estimate, effect.low, effect.high):
             assert any(number == pytest.approx(math.exp(value), abs=6e-4) for number in shown)
     assert "× [" in text
-    accuracy = next(line for line in tested.lines if line.differences and line.percent)
-    told = f"{100 * accuracy.differences['softpick'].estimate:+.2f}".replace("-", "−")
+    accuracy = next(line for line in tested.lines if line.of("differences") and line.percent)
+    told = f"{100 * accuracy.of('differences')['softpick'].estimate:+.2f}".replace("-", "−")
     assert told in text

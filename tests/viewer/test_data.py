@@ -31,11 +31,11 @@ def test_the_overview_has_the_effects_of_the_comparison(folder):
     for one in shown["lines"]:
         line = lines[one["task"], one["metric"], one["quantizer"]]
         for question in ("deltas", "damages", "differences"):
-            effects = getattr(line, question)
+            effects = line.of(question)
             assert one[question].keys() == effects.keys()
             for name, effect in effects.items():
                 told = one[question][name]
-                assert (told["estimate"], told["low"]) == (effect.estimate, effect.interval.low)
+                assert (told["estimate"], told["low"]) == (effect.estimate, effect.low)
                 assert (told["mark"], told["p_holm"]) == (effect.mark, effect.p_holm)
                 checked += 1
     assert checked > 20
