@@ -216,7 +216,7 @@ class Comparison:
         first = {dtypes.get(name): name for name in reversed(names)}
         return {
             name: self.unquantized if dtypes.get(name) is None else first.get(dtypes[name], unknown)
-            for name in self.grid.quantizers
+            for name in (cell.quantizer for cell in self.grid.cells)
         }
 
     def no_damage(self, cell: str) -> str:
