@@ -80,9 +80,7 @@ def test_without_documents_part_it_is_students_t_over_seeds():
     result = over_seeds(panel(values), pairs(4), "mean")
     expected = stats.ttest_1samp(levels, 0)
     interval = expected.confidence_interval()
-    assert (result.low, result.high) == pytest.approx(
-        (interval.low, interval.high)
-    )
+    assert (result.low, result.high) == pytest.approx((interval.low, interval.high))
     assert result.p == pytest.approx(expected.pvalue, rel=1e-6)
     assert result.of_seeds == pytest.approx(1)
     assert result.each == pytest.approx(levels)
@@ -106,9 +104,7 @@ def test_with_seeds_that_are_all_alike_it_is_the_paired_t_over_documents():
     result = over_seeds(panel(values), pairs(3), "mean")
     expected = stats.ttest_1samp(difference, 0)
     interval = expected.confidence_interval()
-    assert (result.low, result.high) == pytest.approx(
-        (interval.low, interval.high)
-    )
+    assert (result.low, result.high) == pytest.approx((interval.low, interval.high))
     assert result.of_seeds == 0
 
 

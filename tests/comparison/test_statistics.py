@@ -1,5 +1,6 @@
 """Effects of all other kinds, correction for many tests, and non-inferiority."""
 
+import dataclasses
 from itertools import combinations
 
 import numpy as np
