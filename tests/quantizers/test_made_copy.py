@@ -40,7 +40,7 @@ def recipe_of(folder, *quantizers, checkpoint="softmax"):
         ("gguf-q4_k", "softmax", "gguf-q4_k: .* has 128 inputs, not a multiple of 256; take"),
         ("awq-4bit:ignore=[o_proj]", "softmax", "unknown option 'ignore'"),
         ("command:command=cp", "softmax", r"command: must contain \{model\} and"),
-        ("command:command=gone {model} {out}", "softmax", "command: gone is not installed"),
+        ("command:command=gone {model} {out}", "softmax", "command: no program gone"),
         ("autoround-4bit", "softmax", r"it needs auto_round: pip install -e '\.\[autoround\]'"),
         ("awq-4bit:group_size=96", "softmax", "group_size 96 does not divide the inputs of"),
     ],

@@ -78,7 +78,7 @@ def test_what_is_no_map_to_quantizers_of_weights_is_refused(layers, words):
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        ({"*.down_proj": "rtn-4bit"}, "no pattern matches the layers .*add '\\*'"),
+        ({"*.down_proj": "rtn-4bit"}, "no pattern matches the layers .*add a pattern '\\*'"),
         ({"gone": "rtn-8bit", "*": "rtn-4bit"}, "'gone' matches no linear layer"),
     ],
 )
