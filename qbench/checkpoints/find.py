@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -43,8 +43,6 @@ from qbench.files import (
     reason,
 )
 from qbench.records import TRAINING_FILE, Trained, Training, read_training
-
-Mode = Literal["fast", "exact", "lm-eval"]
 
 CLASS_NORMALIZERS = ("softmax", "softmax-sink")  # that classes of transformers compute themselves
 MOVING_ROPES = ("longrope", "dynamic")  # angles depend on the longest sequence of a batch

@@ -45,7 +45,6 @@ NAMES = (  # of tensors, and Llama's
 )
 KEY_MAPPING = {re.escape(fla_name): llama for fla_name, llama in NAMES}  # for from_pretrained
 TABLE = ".self_attn.logn"  # of the scaled variants: logarithms that follow from the positions
-HEAD = "lm_head.weight"
 
 
 WITHOUT_EFFECT = frozenset({

@@ -193,7 +193,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
         headers[name].name: read_tensor(checkpoint.folder, headers[name])
         for name in sorted(parameters)
     }
-    attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
+    attach(model, fla.llama_tensors(tensors) if ours else tensors)
     require_stored_head(model, checkpoint.folder, headers)
     return model
 
@@ -230,7 +230,7 @@ def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
         ) from error
 
 
-def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:
+def attach(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
     """Put ``tensors`` by name into the attention modules of ``model``, in its dtype.
 
     Raises CheckpointError for a missing module, for a shape that is not the parameter's, and for a

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pydantic.dataclasses
 from pydantic import ConfigDict, Field
 
-from qbench.checkpoints.find import Mode
 from qbench.records import DifferenceFromExact
 
 if TYPE_CHECKING:
@@ -132,6 +131,7 @@ def merge_differences(differences: Sequence[DifferenceFromExact]) -> DifferenceF
     )
 
 
+Mode = Literal["fast", "exact", "lm-eval"]
 MODES: tuple[Mode, ...] = ("fast", "exact", "lm-eval")  # the fastest first
 SoftmaxDtype = Literal["float32", "model"]
 
