@@ -15,6 +15,7 @@ module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -284,19 +285,19 @@ def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
 
 def not_finite(model: nn.Module) -> list[str]:
     """Return a line for each weight of ``model`` with NaN or infinite values."""
-    sizes: dict[str, int] = {}
-    counts: dict[str, Tensor] = {}
+    lines: list[str] = []
+    sums: dict[str, Tensor] = {}
     for name, weight in list(model.named_parameters()):
         if not weight.is_floating_point() or weight.is_meta:  # a streamed model's quantized layer
             continue
         load_block(model, name)
-        sizes[name] = weight.numel()
-        counts[name] = (~torch.isfinite(values(weight))).sum()
-    return [
-        f"{name}: {int(count):,} of {sizes[name]:,} values are not finite"
-        for name, count in numbers(counts).items()
-        if count
-    ]
+        sums[name] = values(weight).sum()  # not finite if a value is not, and fast
+    for name in (name for name, total in numbers(sums).items() if not math.isfinite(total)):
+        load_block(model, name)
+        weight = values(model.get_parameter(name))
+        if bad := int((~weight.isfinite()).sum()):
+            lines.append(f"{name}: {bad:,} of {weight.numel():,} values are not finite")
+    return lines
 
 
 def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:

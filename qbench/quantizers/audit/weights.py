@@ -294,7 +294,9 @@ def _same(tensor: Tensor, expected: Tensor) -> bool:
     if tensor.shape != expected.shape:
         return False
     tensor, cast = values(tensor), values(expected).to(tensor.dtype)
-    return bool(((tensor == cast) | (tensor.isnan() & cast.isnan())).all())
+    return torch.equal(tensor, cast) or bool(
+        ((tensor == cast) | (tensor.isnan() & cast.isnan())).all()
+    )
 
 
 @torch.no_grad()
