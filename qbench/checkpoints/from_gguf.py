@@ -51,7 +51,7 @@ def main(file: Path, folder: Path) -> None:
     import gguf
     import torch
 
-    # transformers asks for both again and again: half of the time of SmolLM2
+    # transformers asks for both again and again, by the path as text: half of SmolLM2's time
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
     import_transformers()
@@ -68,7 +68,7 @@ def main(file: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if problem := tokenizer_problem(tokenizer, gguf.GGUFReader(file).fields.get(ADD_BOS)):
+    if problem := tokenizer_problem(tokenizer, gguf.GGUFReader(str(file)).fields.get(ADD_BOS)):
         raise ValueError(f"{problem}; update transformers, or name the original's folder")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
