@@ -301,13 +301,13 @@ def set_library_env() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-UNUSED = ("hqq", "torchao", "sklearn")
+UNUSED = ("hqq", "torchao", "sklearn", "scipy")
 
 
 def import_transformers() -> None:
-    """Import transformers' code of models without three libraries that no cell needs: hqq (for a
-    cache), torchao (for saving models) and scikit-learn (for assisted decoding). They import
-    torch's code generator and scipy's distributions, a third of the time. The search of all
+    """Import transformers' code of models without four libraries that no cell needs: hqq (for a
+    cache), torchao (for saving models), scikit-learn (for assisted decoding) and SciPy (for losses
+    of detectors). They bring torch's code generator, a third of the time. The search of all
     installed files for flash-attn is skipped too."""
     from unittest.mock import patch  # slow to import
 

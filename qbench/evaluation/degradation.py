@@ -20,7 +20,6 @@ from qbench.records import (
     Divergence,
     Ratio,
 )
-from qbench.statistics.panel import score_error
 
 if TYPE_CHECKING:
     from qbench.records import Score
@@ -97,5 +96,7 @@ def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
     value = float(values.sum()) / total
     error = None
     if count > 1 and weights.max() < total:
+        from qbench.statistics.panel import score_error  # SciPy: slow to import
+
         error = score_error(values.astype(float), weights.astype(float), "mean")
     return Ratio(value=value, stderr=error, documents=count)
