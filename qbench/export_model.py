@@ -272,7 +272,7 @@ def _weight_arguments(weights: Any) -> tuple[str, dict[str, Any]]:
         return "pack-quantized", arguments
     if weights.method in ("nvfp4", "mx"):
         return f"{weights.name}{'-pack' if weights.num_bits == 4 else ''}-quantized", arguments
-    return f"{weights.type}-quantized", arguments
+    return f"{weights.format.type}-quantized", arguments
 
 
 def _by_settings(weights: Any, layers: Iterable[str]) -> dict[Any, list[str]]:

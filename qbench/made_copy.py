@@ -26,10 +26,10 @@ from qbench.files import content_key, new_folder
 from qbench.machine import version_of
 from qbench.plan import Cell, find_copy
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.config import QuantizationConfig
+from qbench.quantizers.config import QuantizationConfig, backend
 from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.published import Published, PublishedCopy
-from qbench.quantizers.registry import METHODS, settings_of
+from qbench.quantizers.registry import config_of_record
 
 IDS = "input_ids"  # name of the calibration ids in their file
 
@@ -91,16 +91,15 @@ def _make(
     it fails."""
     from safetensors.torch import save_file
 
-    options = {name: getattr(maker, name) for name in METHODS.get(maker.name).options}
     with tempfile.TemporaryDirectory() as temporary:
         ids = Path(temporary) / "calibration.safetensors"
         save_file({} if calibration is None else {IDS: calibration.ids}, ids)
         job = Path(temporary) / "job.json"
         job.write_text(json.dumps({
-            "name": maker.name, "options": options, "model": str(cell.checkpoint.folder),
+            "settings": maker.to_dict(), "model": str(cell.checkpoint.folder),
             "texts": str(ids), "out": str(out), "stock": str(Path(temporary) / "stock"),
             "normalizer": cell.checkpoint.normalizer, "device": device,
-        }, default=list))  # fmt: skip
+        }))  # fmt: skip
         environment = {**os.environ, "TERM": "dumb"}  # no progress bars in a log
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -123,9 +122,7 @@ def main(job: Mapping[str, Any]) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from qbench.quantizers.quantize import backend
-
-    settings = settings_of(job["name"], job["options"])
+    settings = config_of_record(job["settings"]).weights
     model, normalizer = Path(job["model"]), job["normalizer"]
     checkpoint = find(str(model))
     trained_otherwise = normalizer not in ("softmax", NATIVE)

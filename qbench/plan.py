@@ -529,7 +529,8 @@ def _cell(
         shapes = shapes | {n: s for n, s in end_shapes(checkpoint).items() if n in names}
     try:
         quantization = quantization.fitted(shapes)
-        quantization.check(config, device)
+        for part in quantization.parts.values():
+            part.check(config, device)
     except RecipeError as error:
         reasons.append(str(error))
     requested = evaluation.attention

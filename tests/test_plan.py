@@ -437,7 +437,7 @@ def test_the_documents_hold_that_table():
 
 
 REFUSED = [
-    ("llama", {"name": "rtn-4bit", "group_size": 48}, "group_size 48 does not divide the in"),
+    ("llama", {"name": "rtn-4bit", "group_size": 48}, "groups of 48 do not divide the in"),
     ("gpt2", {"name": "hqq-4bit", "group_size": 128}, ".*c_attn .64.*; without group_size one"),
     ("llama", {"kv": {"name": "int4-token", "group_size": 7}}, "group_size 7 does not divide"),
     ("llama", {"name": "bnb-4bit", "ignore": ["down_pro"]}, "ignore: 'down_pro' matches no weight"),

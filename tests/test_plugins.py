@@ -90,8 +90,6 @@ OF = "(METHODS.get('bnb-8bit').settings)"
         ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
         (f"{NAMED}'../x', 'a line'){OF}\n", r"'\.\./x': a name is letters"),
         (f"{NAMED}'a\\nb', 'a line'){OF}\n", "a name is letters"),
-        (f"{NAMED}5, 'a line'){OF}\n", "quantizer 5: a name is letters"),
-        (f"{NAMED}None, 'a line'){OF}\n", "quantizer None: a name is letters"),
         (None, "cannot be read"),
     ],
 )

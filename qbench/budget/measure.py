@@ -41,7 +41,7 @@ from qbench.quantizers.linear import (
     matrices,
     named_ends,
 )
-from qbench.quantizers.quantize import apply, backend, make
+from qbench.quantizers.quantize import apply, make, unpack
 from qbench.quantizers.texts import CalibrationText
 from qbench.records import KEY_DIGITS
 from qbench.streaming import decoder_blocks, is_sharded, stream_of
@@ -160,7 +160,7 @@ class Search:
         weights, modules = cell.quantization.weights, {}
         for name in linears(self.model, weights.ignore) | named_ends(self.model, weights):
             module, settings = layer_of(quantized, name), weights.for_layer(name)
-            stored = backend(settings).unpack(module, settings).tensors
+            stored = unpack(quantized, name, settings).tensors
             modules[name] = module, bits_of(stored.values())
         return modules
 

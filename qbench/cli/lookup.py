@@ -8,7 +8,6 @@ from itertools import takewhile
 from typing import Annotated, Literal
 
 import typer
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
@@ -18,7 +17,6 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints.find import tried_classes
 from qbench.cli.options import PluginOption
 from qbench.evaluation.tasks import task_names
-from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.published import format_rows
 from qbench.quantizers.registry import COMBINATIONS, Method, methods
 from qbench.recipe import bundled_recipes
@@ -82,17 +80,12 @@ def model_table() -> str:
 
 Row = tuple[str, str]
 ABOUT = {
+    "unquantized": "weights in a dtype",
     "weights": "of linear layers",
     "transform": "changes the model to an equal one that is easier to quantize",
     "activations": "inputs of linear layers, without the LM head",
     "kv_cache": "keys and values that attention reads; under the key kv_cache without kv-",
 }
-
-
-def explain(method: Method, option: str) -> str:
-    """Return what an option of a quantizer means."""
-    value = TypeAdapter(method.settings).json_schema()["properties"][option]
-    return value.get("description", option)
 
 
 def quantizer_rows() -> Iterator[Row]:
@@ -101,8 +94,6 @@ def quantizer_rows() -> Iterator[Row]:
     yield "", "gptq-4bit:group_size=64,desc_act=true+int8-token+kv4 (kv4: kv-int4-token)"
     yield "in a recipe:", "the same, or a mapping: {name: gptq-4bit, group_size: 64, label: mine},"
     yield "", "{weights: gptq-4bit, activations: int8-token, kv_cache: int4-token}"
-    yield from [("", ""), ("unquantized:", "weights in a dtype")]
-    yield from ((name, dtype) for dtype, name in UNQUANTIZED.items())
     for kind, about in ABOUT.items():
         yield from [("", ""), (f"{kind}:", about), *_of(methods(kind))]
     yield from [("", ""), ("combinations:", "names of several parts")]
@@ -115,9 +106,10 @@ def _of(every: Sequence[Method]) -> Iterator[Row]:
     for method in every:
         yield method.name, method.description
         as_above = []
-        for option, default in method.options.items():
+        for option, field in method.options.items():
+            default = field.get_default(call_default_factory=True)
             value = list(default) if isinstance(default, tuple) else default
-            line = f"{option}={value}: {explain(method, option)}"
+            line = f"{option}={value}: {field.description}"
             if line in explained:
                 as_above.append(option)
             else:

@@ -23,7 +23,7 @@ from qbench.quantizers.config import (
 )
 from qbench.quantizers.fake_quant import FakeQuant, scale_of_tensor
 from qbench.quantizers.linear import kept_in_float32, matrices
-from qbench.quantizers.methods.input_formats import FakeQuantized
+from qbench.quantizers.methods.input_formats import RoundedInputs
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
@@ -46,7 +46,7 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
     return {name: module for name, module in layers.items() if name not in left_out}
 
 
-def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Tensor]) -> None:
+def install(model: nn.Module, settings: RoundedInputs, tensors: Mapping[str, Tensor]) -> None:
     """Quantize the inputs of the layers of ``model`` as ``settings`` say, with the ``tensors`` of
     ``calibrate``. Raises QuantizationError for layers whose inputs groups do not divide."""
     modules, form = layers_with_inputs(model, settings.ignore), settings.format
@@ -58,7 +58,7 @@ def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Ten
     setattr(model, ATTRIBUTE, inputs)
 
 
-def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationEvidence]:
+def evidence(model: nn.Module, settings: RoundedInputs) -> dict[str, ActivationEvidence]:
     """Return how the inputs of ``model`` are quantized, by module's name."""
     inputs = getattr(model, ATTRIBUTE, None)
     if inputs is None:
@@ -86,7 +86,7 @@ def weights_alone(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def calibrate(
     model: nn.Module,
-    settings: FakeQuantized,
+    settings: RoundedInputs,
     calibration: Calibration | None,
     progress: Advance,
 ) -> dict[str, Tensor]:

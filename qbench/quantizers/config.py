@@ -8,9 +8,12 @@ names, or of the module that it is defined in. ``qbench.quantizers.quantize`` ca
     weights      quantize(name, layer, settings) → tensors by name, for one ``nn.Linear``; or, for a
                  method that needs the whole model, quantize_model(model, settings by layer's name,
                  calibration, progress) → (tensors by layer's name, a note)
+                 dequantize(module, settings) → the weight [out, in] of a ``DequantizedLinear``,
+                 whose attributes are the tensors. Or instead, for a layer of another class:
                  from_packed(layer, tensors, settings) → the module that runs in the layer's place,
-                 on the device of ``tensors``; of ``layer`` only shape and dtype may be left
-                 unpack(module, settings) → PackedWeight, or None for a module of another kind
+                 on the device of ``tensors``; of ``layer`` only shape and dtype may be left;
+                 unpack(module, settings) → PackedWeight, or None for a module of another kind; not
+                 needed if from_packed is a subclass of ``DequantizedLinear``
     activations  install(model, settings, tensors);
                  evidence(model, settings) → ActivationEvidence by module's name
     kv_cache     install(model, settings, tensors);
@@ -24,10 +27,10 @@ the model before its weights are quantized, and must not change it.
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -36,14 +39,14 @@ from pydantic_core import to_jsonable_python
 
 from qbench.errors import QuantizationError
 from qbench.plugins import source_digest
-from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, Scale
+from qbench.quantizers.formats import QuantFormat, Scale
 from qbench.records import Part, Precision
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["weights", "transform", "activations", "kv_cache"]
-KINDS: tuple[Kind, ...] = ("weights", "transform", "activations", "kv_cache")
+Kind = Literal["weights", "transform", "activations", "kv_cache", "unquantized"]
+KINDS = ("weights", "transform", "activations", "kv_cache")
 Shapes = Mapping[str, tuple[int, int]]  # [out, in] of linear layers by name
 SETTINGS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 settings = pydantic_dataclass(frozen=True, kw_only=True, config=SETTINGS)  # decorates a class
@@ -107,89 +110,83 @@ def ignore_advice(names: Iterable[str], every: Iterable[str]) -> str:
     return "ignore: [" + ", ".join(f"'{pattern}'" for pattern in patterns) + "]"
 
 
-def require_groups(what: str, features: Mapping[str, int], size: int, noun: str) -> None:
-    """Raise QuantizationError, whose message begins with ``what``, if groups of ``size`` do not
-    divide the ``features`` (inputs or outputs, ``noun``) of every layer."""
-    misfits = {name: count for name, count in features.items() if count % size}
-    if misfits:
-        named = [f"{like} ({misfits[names[0]]:,})" for like, names in alike(misfits).items()]
-        raise QuantizationError(
-            f"{what}: group_size {size} does not divide the {noun} of {', '.join(named)}; without "
-            "group_size one is taken that fits every layer, or set "
-            f"{ignore_advice(misfits, features)}"
-        )
-
-
-def _as_tuple(value: Any) -> Any:
-    """Return a text or list of texts as a tuple; other values as they are."""
-    return (value,) if isinstance(value, str) else tuple(value) if type(value) is list else value
-
-
 Patterns = Annotated[
-    tuple[Annotated[str, AfterValidator(pattern)], ...], BeforeValidator(_as_tuple)
+    tuple[Annotated[str, AfterValidator(pattern)], ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    Field(strict=False),  # a recipe has a list
 ]
 GroupSize = Annotated[int, Field(ge=8, le=65536)] | Literal[-1]
 
 
-class Settings(ABC):
-    """Base of a method's settings: a frozen pydantic dataclass; fields are a recipe's options.
+@settings
+class Settings:
+    """Holds the settings of a method: the fields that its name does not fix are a recipe's options.
 
-    ``batch_invariant``: no score depends on batch-mates, and no token's logits on later tokens.
-    The audit fails a method that says so wrongly. ``requirements``: distributions whose versions
-    can change the result, torch and transformers left out (they are part of every cell).
-    ``method``: what tables group cells by; ``title``: what they call it.
+    ``name``: as registered. ``method``: what tables group cells by; ``title``: what they call it.
+    ``batch_invariant``: no score depends on batch-mates, and no token's logits on later tokens; the
+    audit fails a method that says so wrongly. ``requirements``: distributions whose versions can
+    change the result, torch and transformers left out (they are part of every cell). ``blocks``:
+    outputs and inputs of each quantized layer must be multiples of these; ``misfit`` says what to
+    do about a layer whose are not.
     """
 
     kind: ClassVar[Kind]
-    names: ClassVar[dict[str, dict[str, Any]]] = {}  # with the options that each fixes
     method: ClassVar[str] = ""
     title: ClassVar[str] = ""
     backend: ClassVar[str] = ""  # module of qbench.quantizers with the functions; "": its own
-    needs_calibration: bool = False
-    batch_invariant: bool = True
-    requirements: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()  # layers to leave unquantized
+    needs_calibration: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = True
+    requirements: ClassVar[tuple[str, ...]] = ()
+    ignore: ClassVar[tuple[str, ...]] = ()  # layers to leave unquantized
+    blocks: ClassVar[tuple[int, int]] = (1, 1)
+    misfit: ClassVar[str] = "leave them out: {ignore}"
+    precision: ClassVar[Precision] = Precision()  # of what it quantizes
 
-    @property
-    def name(self) -> str:
-        """Return the name under which the settings are registered."""
-        return next(
-            name
-            for name, fixed in self.names.items()
-            if all(getattr(self, option) == value for option, value in fixed.items())
-        )
+    name: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain JSON, for keys and records. A plug-in's include a digest of
         its file; the package's own files are part of every key."""
-        plain = to_jsonable_python(self)
+        plain = {"method": self.method, **to_jsonable_python(self)}
         if not type(self).__module__.startswith("qbench."):
             plain["source"] = source_digest(type(self))
-        return {"name": self.name, **plain}
+        return plain
 
     def fitted(self, shapes: Shapes) -> Self:
         """Return the settings with all choices made that depend on the ``shapes`` of a model's
         linear layers, such as a group size."""
         return self
 
-    def check(self, config: Mapping[str, Any], device: str) -> None:  # noqa: B027
+    def check(self, config: Mapping[str, Any], device: str) -> None:
         """Raise RecipeError if a model with this ``config.json``, or ``device`` ("cpu" or "cuda"),
         cannot run the method; called when a run is planned."""
 
-    def check_layer(self, name: str, rows: int, columns: int) -> None:  # noqa: B027
-        """Raise QuantizationError, naming the layer, if the method cannot quantize a weight [rows,
-        columns] = [out, in]."""
-
     def check_layers(self, shapes: Shapes) -> None:
-        """Raise QuantizationError if a linear layer to quantize does not suit, by default by
-        ``check_layer``."""
-        for name, (rows, columns) in self.quantized(shapes).items():
-            self.check_layer(name, rows, columns)
+        """Raise QuantizationError for linear layers that are no whole ``blocks``."""
+        layers = self.quantized(shapes)
+        for axis, (noun, size) in enumerate(zip(("outputs", "inputs"), self.blocks, strict=True)):
+            misfits = {name: shape[axis] for name, shape in layers.items() if shape[axis] % size}
+            if misfits:
+                named = [f"{like} ({misfits[each[0]]:,})" for like, each in alike(misfits).items()]
+                remedy = self.misfit.format(ignore=ignore_advice(misfits, layers))
+                raise QuantizationError(
+                    f"{self.name}: groups of {size} do not divide the {noun} of "
+                    f"{', '.join(named)}; {remedy}"
+                )
 
     def quantized(self, shapes: Shapes) -> Shapes:
         """Return the ``shapes`` of the layers to quantize: those that ``ignore`` does not match."""
         ignored = matching(shapes, self.ignore)
         return {name: shape for name, shape in shapes.items() if name not in ignored}
+
+
+def backend(settings: Settings) -> Any:
+    """Return the module with the functions of a method: the one that the settings' ``backend``
+    names, else, and for a plug-in, the one that defines the settings."""
+    module = type(settings).__module__
+    if settings.backend and module.startswith("qbench."):
+        module = f"qbench.quantizers.{settings.backend}"
+    return importlib.import_module(module)
 
 
 @settings
@@ -198,75 +195,52 @@ class WeightSettings(Settings):
 
     Embeddings and the LM head stay unquantized, as is usual in the field, unless a mix names them
     (``of_ends``: the method can quantize them). A subclass gives ``method``, ``title``,
-    ``num_bits``, ``scheme`` and ``shared_bits``.
+    ``num_bits``, the ``scheme`` of a stored weight in the field's words (``int4 in groups of
+    128``), and ``shared_bits``.
     """
 
     kind: ClassVar[Kind] = "weights"
     prequantized: ClassVar[bool] = False  # the model is loaded quantized, not quantized here
     runtime: ClassVar[Runtime] = "transformers"
-    ends_quantized: ClassVar[bool] = False  # embeddings and LM head too
+    end_names: ClassVar[tuple[str, ...]] = ()  # of LM head and embeddings that are quantized too
+    ends_quantized: ClassVar[bool] = False  # embeddings and LM head too, by files
     of_ends: ClassVar[bool] = False
     unrounded: ClassVar[bool] = False  # its weights may equal the original's: another runtime's
     note: ClassVar[str] = ""  # what did it, in a few words
+    # How far, relative, a forward in a dtype may lie from the product with the stored weights: on
+    # rows of the identity, and on random inputs.
+    agreement: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "bfloat16": (5e-3, 1e-2), "float16": (1e-3, 2e-3), "float32": (1e-5, 1e-4),
+    }  # fmt: skip
 
-    compute_dtype: Annotated[
-        Dtype,
-        Field(description="dtype of the unquantized weights, activations and matrix products"),
-    ] = "bfloat16"
-    ignore: Annotated[
-        Patterns,
-        Field(
-            description="weight matrices to leave unquantized: parts of their names, such as "
-            "experts, or patterns over full names, such as '*.o_proj'",
-        ),
-    ] = ()
-
-    @property
-    @abstractmethod
-    def scheme(self) -> str:
-        """Return the format of a stored weight in the field's words: ``int4 in groups of 128``."""
+    compute_dtype: Dtype = Field(
+        "bfloat16", description="dtype of the unquantized weights, activations and matrix products"
+    )
+    ignore: Patterns = Field(
+        (), description="weight matrices to leave unquantized: parts of their names, such as "
+        "experts, or patterns over full names, such as '*.o_proj'",
+    )  # fmt: skip
 
     @property
     def precision(self) -> Precision:
         return Precision(weights=Part(bits=self.num_bits, scheme=self.scheme))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"method": self.method, **super().to_dict()}
 
     def for_layer(self, name: str) -> WeightSettings | None:
         """Return the settings for the linear layer ``name``: these, unless settings are mixed; None
         if a mix has none for it."""
         return self
 
-    @property
-    def end_names(self) -> tuple[str, ...]:
-        """Return which of LM head and embeddings are quantized too, by name."""
-        return ()
-
     def group_length(self, columns: int) -> int:
-        """Return how many weights share a scale along a row of ``columns``."""
-        size: int = self.group_size
-        return columns if size == WHOLE_ROW else size
+        """Return how many weights of a row of ``columns`` share their levels: by default all."""
+        return columns
 
     # What the audit may expect
 
-    @property
-    def levels(self) -> int:
-        """Return how many distinct values the weights of a group may have."""
-        return int(2**self.num_bits)
-
-    @abstractmethod
     def shared_bits(self, rows: int, columns: int) -> float:
         """Return the bits per weight beside its code: of scales, zeros and indices."""
+        raise NotImplementedError
 
-    def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
-        """Return the fewest and most bits per weight that a matrix [rows, columns] may store: 0.99
-        of the code; 1.01 of the code with its share of scales, zeros and a column index, and
-        padding."""
-        shared = self.shared_bits(rows, columns) + 32 / rows
-        most = 1.01 * (self.num_bits + shared) + 512 / (rows * columns)
-        return 0.99 * self.num_bits, most
-
+    @property
     def error_bound(self) -> float:
         """Return the largest relative error ‖W' − W‖ / ‖W‖ that one matrix can have.
 
@@ -276,109 +250,60 @@ class WeightSettings(Settings):
         heavy tails and long groups; 1 is as bad as a matrix of zeros."""
         return ROUNDING_BOUND[self.num_bits]
 
-    def agreement(self, dtype: str) -> tuple[float, float]:
-        """Return two bounds on how far, relative, a forward in ``dtype`` may differ from the
-        product with the stored weights: on rows of the identity, and on random inputs."""
-        identity = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-5}
-        random = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
-        return identity[dtype], random[dtype]
-
-
-class ActivationSettings(Settings):
-    """Settings of a format for the inputs of linear layers, the LM head's left out."""
-
-    kind: ClassVar[Kind] = "activations"
-    method: ClassVar[str] = "activations"
-    title: ClassVar[str] = "activations"
-
-    @property
-    @abstractmethod
-    def precision(self) -> Part: ...
-
-
-class KVCacheSettings(Settings):
-    """Settings of a format for the keys and values that attention reads."""
-
-    kind: ClassVar[Kind] = "kv_cache"
-    method: ClassVar[str] = "kv"
-    title: ClassVar[str] = "KV cache"
-
-    @property
-    @abstractmethod
-    def precision(self) -> Part: ...
-
-
-class TransformSettings(Settings):
-    """Settings of a change, made first, to an equal model that is easier to quantize."""
-
-    kind: ClassVar[Kind] = "transform"
-
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """Holds the precision of a cell. ``weights`` None: unquantized, in ``dtype``.
+    """Holds the precision of a cell, and what follows from it. ``weights`` None: unquantized, in
+    ``dtype``.
 
     A transform comes first. Then activations and KV cache are calibrated on the transformed model
     with unquantized weights. The weights are quantized last.
     """
 
     weights: WeightSettings | None = None
-    activations: ActivationSettings | None = None
-    kv_cache: KVCacheSettings | None = None
-    transform: TransformSettings | None = None
+    activations: Settings | None = None
+    kv_cache: Settings | None = None
+    transform: Settings | None = None
     dtype: Dtype = "bfloat16"
 
-    @property
-    def compute_dtype(self) -> str:
-        return self.weights.compute_dtype if self.weights else self.dtype
+    # Computed from the settings
+    parts: dict[str, Settings] = field(init=False, compare=False, repr=False)  # by kind, no None
+    beside_weights: dict[str, Settings] = field(init=False, compare=False, repr=False)
+    name: str = field(init=False, compare=False)  # of the parts: gptq-4bit+int8-token; else bf16
+    method: str = field(init=False, compare=False)  # what tables group by: gptq+kv; none
+    title: str = field(init=False, compare=False)  # what tables write: GPTQ + KV cache
+    precision: Precision = field(init=False, compare=False, repr=False)
+    compute_dtype: Dtype = field(init=False, compare=False)
+    runtime: Runtime = field(init=False, compare=False)
+    ignore: tuple[str, ...] = field(init=False, compare=False)  # of the weights
+    needs_calibration: bool = field(init=False, compare=False)
+    batch_invariant: bool = field(init=False, compare=False)
+    requirements: tuple[str, ...] = field(init=False, compare=False)
+    # Whether values are rounded in coarse steps while the model runs. Then two correct computations
+    # that round differently may differ by as much as quantization costs: a value near the border of
+    # two codes moves by a whole step.
+    amplifies_rounding: bool = field(init=False, compare=False)
 
-    @property
-    def runtime(self) -> Runtime:
-        return self.weights.runtime if self.weights else "transformers"
-
-    @property
-    def ignore(self) -> tuple[str, ...]:
-        """Return the patterns of weight matrices that stay unquantized; see
-        ``WeightSettings.ignore``."""
-        return self.weights.ignore if self.weights else ()
-
-    @property
-    def parts(self) -> dict[str, Settings]:
-        """Return the settings that are not None, by kind, in the order of names."""
-        present = ((kind, getattr(self, kind)) for kind in KINDS)
-        return {kind: part for kind, part in present if part is not None}
-
-    @property
-    def beside_weights(self) -> dict[str, Settings]:
-        return {kind: part for kind, part in self.parts.items() if kind != "weights"}
-
-    @property
-    def name(self) -> str:
-        """Return the parts' names joined by ``+``, such as ``gptq-4bit+int8-token+kv-int4-token``;
-        ``bf16`` without parts."""
-        return "+".join(part.name for part in self.parts.values()) or UNQUANTIZED[self.dtype]
-
-    @property
-    def method(self) -> str:
-        """Return the method in tables: ``gptq``, ``gptq+activations+kv``; ``none``."""
-        return "+".join(part.method for part in self.parts.values() if part.method) or "none"
-
-    @property
-    def title(self) -> str:
-        """Return the method's name in tables: ``GPTQ + KV cache``."""
-        titles = [part.title for part in self.parts.values() if part.title]
-        title = " + ".join(titles) or "unquantized"
-        return title[0].upper() + title[1:]
-
-    @property
-    def precision(self) -> Precision:
-        """Return the format of weights, activations and KV cache; activations may be part of the
-        weights' method."""
-        inner = self.weights.precision if self.weights else Precision()
-        return Precision(
-            weights=inner.weights,
-            activations=self.activations.precision if self.activations else inner.activations,
-            kv_cache=self.kv_cache.precision if self.kv_cache else inner.kv_cache,
+    def __post_init__(self) -> None:
+        weights = self.weights
+        every = {kind: part for kind in KINDS if (part := getattr(self, kind)) is not None}
+        parts = every.values()
+        title = " + ".join(part.title for part in parts if part.title) or "unquantized"
+        formats = {key: each for part in parts for key, each in part.precision if each}
+        vars(self).update(
+            parts=every,
+            beside_weights={kind: part for kind, part in every.items() if kind != "weights"},
+            name="+".join(part.name for part in parts) or UNQUANTIZED[self.dtype],
+            method="+".join(part.method for part in parts if part.method) or "none",
+            title=title[0].upper() + title[1:],
+            precision=Precision(**formats),
+            compute_dtype=weights.compute_dtype if weights else self.dtype,
+            runtime=weights.runtime if weights else "transformers",
+            ignore=weights.ignore if weights else (),
+            needs_calibration=any(part.needs_calibration for part in parts),
+            batch_invariant=all(part.batch_invariant for part in parts),
+            requirements=tuple(dict.fromkeys(each for part in parts for each in part.requirements)),
+            amplifies_rounding=bool({"activations", "kv_cache"} & formats.keys()),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -390,51 +315,10 @@ class QuantizationConfig:
             return weights
         return {"name": self.name, "method": self.method, "weights": weights, **parts}
 
-    @property
-    def needs_calibration(self) -> bool:
-        return any(part.needs_calibration for part in self.parts.values())
-
-    @property
-    def batch_invariant(self) -> bool:
-        return all(part.batch_invariant for part in self.parts.values())
-
-    @property
-    def requirements(self) -> tuple[str, ...]:
-        named = [name for part in self.parts.values() for name in part.requirements]
-        return tuple(dict.fromkeys(named))
-
-    @property
-    def amplifies_rounding(self) -> bool:
-        """Return whether values are rounded in coarse steps while the model runs. Then two correct
-        computations that round differently may differ by as much as quantization costs: a value
-        near the border of two codes moves by a step."""
-        precision = self.precision
-        return precision.activations is not None or precision.kv_cache is not None
-
-    @property
-    def stages(self) -> tuple[QuantizationConfig, ...]:
-        """Return the parts that are computed and stored separately, in order. Cells that share a
-        stage compute it once.
-
-        Weights that are not transformed are those of any other cell. What is calibrated beside them
-        comes first, since quantizing the weights consumes the model.
-        """
-        if self.transform or not self.weights:
-            return (self,)
-        beside = replace(self, weights=None, dtype=self.compute_dtype)
-        calibrated = (beside,) if beside.needs_calibration else ()
-        return (*calibrated, QuantizationConfig(weights=self.weights))
-
     def fitted(self, shapes: Shapes) -> QuantizationConfig:
         """Return the config with all choices made that depend on the ``shapes`` of a model's linear
         layers, such as a group size that divides them all. ``shapes`` is empty if unknown."""
         return replace(self, **{k: p.fitted(shapes) for k, p in self.parts.items() if shapes})
-
-    def check(self, config: Mapping[str, Any], device: str) -> None:
-        """Raise RecipeError if a model of this ``config.json``, or ``device`` ("cpu" or "cuda"),
-        cannot run a part; called when a run is planned."""
-        for part in self.parts.values():
-            part.check(config, device)
 
 
 # What backends show the audit

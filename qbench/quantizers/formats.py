@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,6 +105,12 @@ class QuantFormat:
     def one_of_tensor(self) -> bool:
         """Return whether one scale is taken from the whole input: then tokens change each other."""
         return self.dynamic and self.strategy.startswith("tensor")
+
+
+def number(element: str) -> dict[str, Any]:
+    """Return the fields of ``QuantFormat`` that a code's format gives: ``int4``, ``fp8``."""
+    kind = "float" if element.startswith("fp") else "int"
+    return {"type": kind, "num_bits": int(element.removeprefix("fp").removeprefix("int"))}
 
 
 # Numbers in blocks that share a scale of 8 bits; those of NVFP4 under a scale of the tensor

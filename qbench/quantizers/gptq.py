@@ -28,7 +28,6 @@ from qbench.quantizers.config import ignore_advice
 from qbench.quantizers.formats import WHOLE_ROW
 from qbench.quantizers.linear import Tensors
 from qbench.quantizers.methods.weight_only import Gptq
-from qbench.quantizers.packed import unpack  # noqa: F401  (the same for this method)
 from qbench.streaming import offload_device
 
 WIDTH = 128  # columns of a block; later columns are updated once the block is done
@@ -111,11 +110,13 @@ def _solve_layers(
     return solved
 
 
-def from_packed(layer: nn.Linear, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
-    """Return the layer over ``tensors``; it dequantizes to float16, as the format's kernels do."""
-    module = packed.from_packed(layer, tensors, settings)
-    module.compute_dtype = torch.float16
-    return module
+class GptqLinear(packed.PackedLinear):
+    """Dequantizes to float16, as the format's kernels do."""
+
+    compute_dtype = torch.float16
+
+
+from_packed = GptqLinear
 
 
 def _inverse_factor(hessian: Tensor, settings: Gptq, name: str) -> tuple[Tensor, float]:

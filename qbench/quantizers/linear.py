@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
 from qbench.machine import memory_gib
-from qbench.quantizers.config import WeightSettings, matching
+from qbench.quantizers.config import PackedWeight, WeightSettings, backend, matching
 from qbench.streaming import free_gpu_bytes, load_block, stream_of
 
 Tensors = dict[str, Tensor]
@@ -181,23 +182,34 @@ class DequantizedLinear(nn.Module):
     It replaces ``layer`` and has its dtype. The stored ``tensors`` are its buffers, by name.
     """
 
-    def __init__(self, layer: nn.Linear, tensors: Mapping[str, Tensor | None]) -> None:
+    def __init__(
+        self, layer: nn.Linear, tensors: Mapping[str, Tensor], settings: WeightSettings
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.dtype = layer.weight.dtype
+        self.dtype, self.stored, self.settings = layer.weight.dtype, tuple(tensors), settings
         for name, tensor in {**tensors, "bias": bias_of(layer)}.items():
             self.register_buffer(name, tensor)
 
     def dequantize(self) -> Tensor:
-        """Return the weight, ``dtype`` [out, in]; computed in float32."""
-        raise NotImplementedError
+        """Return the weight, ``dtype`` [out, in]; computed in float32. Unless a subclass overrides
+        it, the function of that name in the settings' module does."""
+        return backend(self.settings).dequantize(self, self.settings).to(self.dtype)
+
+    def groups(self, weight: Tensor, settings: WeightSettings) -> Tensor:
+        """Return a matrix [out, in] as [groups, weights of a group], which share their levels."""
+        return weight.reshape(-1, settings.group_length(self.in_features))
+
+    def unpack(self, settings: WeightSettings) -> PackedWeight:
+        """Return what the layer stores, for the audit."""
+        return PackedWeight(
+            tensors={name: getattr(self, name) for name in self.stored},
+            dequantize=self.dequantize,
+            groups=partial(self.groups, settings=settings),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        stored = [
-            tensor
-            for name, tensor in self._buffers.items()
-            if name != "bias" and tensor is not None
-        ]
+        stored = [self._buffers[name] for name in self.stored]
         weight = kept_weight(self, stored, self.dequantize)
         return nn.functional.linear(x, weight.to(x.dtype), self.bias)
 

@@ -6,12 +6,10 @@ GPTQ stores its result in the same layer. The weight of row o and column i, in g
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.config import PackedWeight, WeightSettings
+from qbench.quantizers.config import WeightSettings
 from qbench.quantizers.linear import DequantizedLinear, Tensors
 from qbench.quantizers.methods.weight_only import Rtn
 
@@ -61,7 +59,9 @@ class PackedLinear(DequantizedLinear):
     compute_dtype = torch.float32
 
     def __init__(self, layer: nn.Linear, tensors: Tensors, settings: WeightSettings) -> None:
-        super().__init__(layer, {"order": None, **tensors})
+        super().__init__(layer, tensors, settings)
+        if "order" not in tensors:
+            self.register_buffer("order", None)
         self.bits, self.group_size = settings.num_bits, settings.group_length(layer.in_features)
 
     def dequantize(self) -> Tensor:
@@ -72,6 +72,11 @@ class PackedLinear(DequantizedLinear):
         if self.order is not None:
             weight = weight[:, self.order]
         return weight.to(self.compute_dtype).to(self.dtype)
+
+    def groups(self, weight: Tensor, settings: WeightSettings) -> Tensor:
+        if self.order is not None:
+            weight = weight[:, torch.argsort(self.order.long()).to(weight.device)]
+        return super().groups(weight, settings)
 
 
 def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
@@ -118,32 +123,4 @@ def quantize(name: str, layer: nn.Linear, settings: Rtn) -> Tensors:
     return pack(codes, scale[..., 0], zero[..., 0], settings.num_bits)
 
 
-def from_packed(layer: nn.Linear, tensors: Tensors, settings: WeightSettings) -> PackedLinear:
-    """Return the module that runs on the tensors of ``pack``, in the place of ``layer``."""
-    return PackedLinear(layer, tensors, settings).eval()
-
-
-def unpack(module: nn.Module, settings: WeightSettings) -> PackedWeight | None:
-    """Return the stored weight of ``module``; None if it is not a ``PackedLinear``."""
-    if not isinstance(module, PackedLinear):
-        return None
-    kept = {"codes": module.codes, "scale": module.scale, "zero": module.zero}
-    inverse = None
-    if module.order is not None:
-        kept["order"], inverse = module.order, torch.argsort(module.order.long())
-    return PackedWeight(
-        tensors=kept,
-        dequantize=module.dequantize,
-        groups=in_groups(settings.group_length(module.in_features), inverse),
-    )
-
-
-def in_groups(size: int, order: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return a function that rearranges a matrix [out, in] into [groups, size]: ``size`` weights
-    along a row, after the columns are put into ``order``."""
-
-    def groups(weight: Tensor) -> Tensor:
-        ordered = weight if order is None else weight[:, order.to(weight.device)]
-        return ordered.reshape(-1, size)
-
-    return groups
+from_packed = PackedLinear

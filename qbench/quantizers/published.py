@@ -15,14 +15,19 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from qbench import machine
-from qbench.errors import QuantizationError, RecipeError
-from qbench.quantizers.config import ROUNDING_BOUND, SETTINGS, Runtime, WeightSettings
+from qbench.errors import RecipeError
+from qbench.quantizers.config import (
+    ROUNDING_BOUND,
+    UNQUANTIZED,
+    Runtime,
+    WeightSettings,
+    settings,
+)
 from qbench.quantizers.registry import register
 from qbench.records import UNQUANTIZED_BITS, Part, Precision, StoredSize
 
@@ -36,7 +41,6 @@ LIBRARIES = (
     "kernels", "optimum", "torchao", "xllamacpp",
 )  # fmt: skip
 ACTIVATION_AGREEMENT = 0.3  # relative, of products whose inputs are rounded to as few as 4 bits
-MOST_LEVELS = 2**UNQUANTIZED_BITS  # of a weight: which ones share a scale is not read
 
 
 @functools.cache
@@ -60,26 +64,29 @@ def format_rows() -> Iterator[tuple[str, str]]:
         yield name, f"{loader}{cpu}"
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@register(
+    "checkpoint",
+    "a checkpoint that is quantized already: GPTQ, AWQ, compressed-tensors, … (list formats)",
+    ignore=((),),
+)
+@settings
 class Published(WeightSettings):
     """A quantized checkpoint as a recipe names it; a plan replaces it by ``PublishedCopy``, which
     its files describe."""
 
     method: ClassVar[str] = "checkpoint"
     backend: ClassVar[str] = "stored_bits"
-    name: ClassVar[str] = "checkpoint"
     scheme: ClassVar[str] = "as its files say"
     title: ClassVar[str] = "As published"
     prequantized: ClassVar[bool] = True
+    misfit: ClassVar[str] = "run it on a GPU"
     num_bits: ClassVar[float] = UNQUANTIZED_BITS
 
-    path: Annotated[
-        str | dict[str, str] | None,
-        Field(
-            description="its folder or hub id; of several checkpoints {name: folder or hub id}; "
-            "None: the recipe's checkpoint is the quantized one"
-        ),
-    ] = None
+    name: str = "checkpoint"
+    path: str | dict[str, str] | None = Field(
+        None, description="its folder or hub id; of several checkpoints {name: folder or hub id}; "
+        "None: the recipe's checkpoint is the quantized one",
+    )  # fmt: skip
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return UNQUANTIZED_BITS
@@ -95,7 +102,7 @@ class Published(WeightSettings):
         return self.path[checkpoint]
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@settings
 class PublishedCopy(Published):
     """A quantized copy whose files are in ``folder``, with their ``digest``.
 
@@ -104,6 +111,8 @@ class PublishedCopy(Published):
     copy without its original, whose weights cannot be counted. ``ignore``: layers that are stored
     unquantized; ``ends_quantized``: embeddings or LM head are quantized.
     """
+
+    requirements: ClassVar[tuple[str, ...]] = LIBRARIES
 
     format: str
     config: dict[str, Any]
@@ -160,10 +169,6 @@ class PublishedCopy(Published):
         )
 
     @property
-    def requirements(self) -> tuple[str, ...]:
-        return LIBRARIES
-
-    @property
     def batch_invariant(self) -> bool:
         return not shares_scales(self.config)
 
@@ -199,13 +204,11 @@ class PublishedCopy(Published):
                 "'transformers<5.24'"
             )
 
-    def check_layer(self, name: str, rows: int, columns: int) -> None:
-        blocks = self.format == "bitsandbytes" and self.num_bits == 4
-        if blocks and self.device == "cpu" and columns % 64:
-            raise QuantizationError(
-                f"{self.name}: {name} has {columns} inputs, and on CPUs bitsandbytes 0.50 reads "
-                "4-bit rows only if these are a multiple of 64; run it on a GPU"
-            )
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """On CPUs bitsandbytes 0.50 reads 4-bit rows of whole blocks alone."""
+        on_cpu = self.format == "bitsandbytes" and self.num_bits == 4 and self.device == "cpu"
+        return (1, 64) if on_cpu else (1, 1)
 
     @property
     def runtime(self) -> Runtime:
@@ -219,22 +222,15 @@ class PublishedCopy(Published):
     # What the audit may expect
 
     @property
-    def levels(self) -> int:
-        return MOST_LEVELS
-
-    def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
-        """Return bounds that every stored size meets: the bits are counted in the files."""
-        return 0.0, 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
-
     def error_bound(self) -> float:
         least = max(2, self.least_bits)
         return ROUNDING_BOUND[max(width for width in ROUNDING_BOUND if width <= least)]
 
-    def agreement(self, dtype: str) -> tuple[float, float]:
-        identity, random = super().agreement(dtype)
-        if self.activations is not None:
-            return max(identity, 2e-2), ACTIVATION_AGREEMENT
-        return max(identity, 5e-3), max(random, 1e-2)  # libraries multiply in float16 or bfloat16
+    @property
+    def agreement(self) -> dict[str, tuple[float, float]]:
+        """Libraries multiply in float16 or bfloat16."""
+        rounded = self.activations is not None
+        return dict.fromkeys(UNQUANTIZED, (2e-2, ACTIVATION_AGREEMENT) if rounded else (5e-3, 1e-2))
 
 
 # Reading a quantization_config of any library
@@ -305,10 +301,3 @@ def parents(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
-
-
-register(
-    "checkpoint",
-    "a checkpoint that is quantized already: GPTQ, AWQ, compressed-tensors, … (list formats)",
-    ignore=((),),
-)(Published)

@@ -12,8 +12,8 @@ note. A damaged one is detected by the digest beside it, and written again.
 from __future__ import annotations
 
 import copy
-import importlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,12 @@ from qbench.quantizers.calibration import CORES, Calibration
 from qbench.quantizers.config import (
     PackedWeight,
     QuantizationConfig,
-    Settings,
     WeightSettings,
+    backend,
     require_matches,
 )
 from qbench.quantizers.linear import (
+    DequantizedLinear,
     Tensors,
     in_place,
     layer_of,
@@ -137,15 +138,6 @@ def import_backends(quantization: QuantizationConfig) -> None:
         backend(settings)
 
 
-def backend(settings: Settings) -> Any:
-    """Return the module with the functions of a method (see ``qbench.quantizers.config``): the one
-    that the settings' ``backend`` names, else the one that defines the settings."""
-    module = type(settings).__module__
-    if settings.backend and module.startswith("qbench."):
-        module = f"qbench.quantizers.{settings.backend}"
-    return importlib.import_module(module)
-
-
 def quantize(
     model: PreTrainedModel,
     config: QuantizationConfig,
@@ -177,9 +169,16 @@ def quantize(
             raise QuantizationError(f"{config.name}: {type(model).__name__} has no linear layers")
         require_matches(matrices(model), config.weights.ignore, config.name)
     attention = model.config._attn_implementation
+    # Cells that share a stage compute it once. Weights that are not transformed are those of any
+    # other cell; what is calibrated beside them comes first, since quantizing consumes the model.
+    stages = [config]
+    if config.weights is not None and config.transform is None:
+        beside = replace(config, weights=None, dtype=config.compute_dtype)
+        stages = [*([beside] if beside.needs_calibration else []),
+                  QuantizationConfig(weights=config.weights)]  # fmt: skip
     tensors: Tensors = {}
     details = []
-    for stage in config.stages:
+    for stage in stages:
         store = Artifact(
             artifacts,
             original=digest,
@@ -256,23 +255,22 @@ def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict
     functions, streamed = backend(settings), stream_of(model)
     if hasattr(functions, "evidence"):  # not of weights, but for files that somebody else wrote
         return functions.evidence(model, settings)
-    chosen = {
-        name: of_layer
+    return {
+        name: partial(unpack, model, name, of_layer)
         for name in (streamed.replaced if streamed else dict(model.named_modules()))
         if (of_layer := settings.for_layer(name)) is not None
+        and (streamed or unpack(model, name, of_layer))
     }
-    if not streamed:
-        chosen = {
-            name: of_layer
-            for name, of_layer in chosen.items()
-            if backend(of_layer).unpack(layer_of(model, name), of_layer)
-        }
 
-    def unpacked(name: str) -> PackedWeight:
-        load_block(model, name)
-        return backend(chosen[name]).unpack(layer_of(model, name), chosen[name])
 
-    return {name: partial(unpacked, name) for name in chosen}
+def unpack(model: nn.Module, name: str, settings: WeightSettings) -> PackedWeight | None:
+    """Return what the layer ``name`` of ``model`` stores; None if ``settings`` did not make it."""
+    load_block(model, name)
+    layer, functions = layer_of(model, name), backend(settings)
+    kind = getattr(functions, "from_packed", DequantizedLinear)
+    if not isinstance(kind, type):
+        return functions.unpack(layer, settings)
+    return layer.unpack(settings) if isinstance(layer, kind) else None
 
 
 def shapes_of(model: nn.Module, chosen: WeightSettings | None = None) -> dict[str, tuple[int, int]]:
@@ -296,6 +294,14 @@ def _quantize_weights(
     for name in layers:
         chosen = settings.for_layer(name)
         by_backend.setdefault(backend(chosen), {})[name] = chosen
+
+    @torch.no_grad()  # which each thread needs anew
+    def quantize_layer(name: str) -> dict[str, Tensors]:
+        load_block(model, name)
+        chosen = settings.for_layer(name)
+        made = backend(chosen).quantize(name, layers[name], chosen)
+        return {name: {part: tensor.to(offload_device(model)) for part, tensor in made.items()}}
+
     # Those of a whole model last: they overwrite weights.
     for functions, chosen in sorted(by_backend.items(), key=lambda x: hasattr(x[0], WHOLE_MODEL)):
         if hasattr(functions, WHOLE_MODEL):
@@ -303,32 +309,15 @@ def _quantize_weights(
             result |= made
             notes.append(note)
             continue
-        quantize_layer = partial(_quantize_layer, functions, model, layers)
         one_thread = torch.set_num_threads, (1,)
         with ThreadPoolExecutor(CORES, "layer", *one_thread) as pool:
             at_once = model.device.type == "cpu" and stream_of(model) is None
             several = pool.map if at_once else map
-            for done, made in enumerate(
-                several(quantize_layer, *zip(*chosen.items(), strict=True))
-            ):
+            for done, made in enumerate(several(quantize_layer, chosen)):
                 progress(done, len(chosen))
                 result |= made
-        notes += {of_layer.note or of_layer.method: None for of_layer in chosen.values()}
+        notes += [of_layer.note or of_layer.method for of_layer in chosen.values()]
     return result, " and ".join(dict.fromkeys(notes))
-
-
-@torch.no_grad()
-def _quantize_layer(
-    functions: Any,
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    name: str,
-    chosen: WeightSettings,
-) -> dict[str, Tensors]:
-    """Quantize one layer; return {name: its tensors}, on the host if the model is streamed."""
-    load_block(model, name)
-    made = functions.quantize(name, layers[name], chosen)
-    return {name: {part: tensor.to(offload_device(model)) for part, tensor in made.items()}}
 
 
 def _to_quantize(model: nn.Module, settings: WeightSettings) -> dict[str, nn.Linear]:
@@ -358,7 +347,8 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
         chosen = settings.for_layer(name)
 
         def build(layer: nn.Linear, tensors: Tensors, chosen: Any = chosen) -> nn.Module:
-            return backend(chosen).from_packed(layer, tensors, chosen)
+            made_by = getattr(backend(chosen), "from_packed", DequantizedLinear)
+            return made_by(layer, tensors, chosen).eval()
 
         if streamed is None:
             moved = {part: t.to(layer.weight.device) for part, t in modules.pop(name).items()}

@@ -1,4 +1,4 @@
-"""Register quantization methods by name, and read a quantizer as a recipe or an option writes it.
+"""Register quantizers by name, and read a quantizer as a recipe or an option writes it.
 
 A quantizer is written as parts joined by ``+``, each a name with options after a colon::
 
@@ -18,15 +18,22 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError
 
 from qbench import removed
 from qbench.errors import RecipeError, shown
 from qbench.plugins import Registry
-from qbench.quantizers.config import KINDS, UNQUANTIZED, QuantizationConfig, Settings
+from qbench.quantizers.config import (
+    KINDS,
+    UNQUANTIZED,
+    Dtype,
+    QuantizationConfig,
+    Settings,
+    settings,
+)
 
 S = TypeVar("S", bound=type[Settings])
 CLOSEST = 0.6  # similarity of an unknown name to a known one, from which on it is suggested
@@ -36,21 +43,13 @@ HOW = "a quantizer is a name, or {name: …, option: value}"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
     """Holds a registered name: the class of its settings, the options that the name fixes, and a
-    line that describes it."""
+    line that describes it. ``options``: those that may be set beside it, with pydantic's fields."""
 
     name: str
     settings: type[Settings]
     fixed: dict[str, Any]
     description: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the options that may be set beside the name, with their defaults."""
-        return {
-            f.name: f.default if f.default_factory is MISSING else f.default_factory()
-            for f in fields(self.settings)
-            if f.name not in self.fixed
-        }
+    options: dict[str, Any]
 
 
 METHODS: Registry[Method] = Registry("quantizer")
@@ -89,28 +88,32 @@ def register(template: str, description: str, **choices: Any) -> Callable[[S], S
     values = [v if isinstance(v, tuple) else (v,) for v in choices.values()]
 
     def add(kind: S) -> S:
+        fields = {n: f for n, f in kind.__pydantic_fields__.items() if n not in {"name", *choices}}
         for combination in itertools.product(*values):
             fixed = dict(zip(choices, combination, strict=True))
-            name, about = (
-                text.format(**fixed) if isinstance(text, str) else text
-                for text in (template, description)
-            )
-            METHODS.add(name, Method(name=name, settings=kind, fixed=fixed, description=about))
-            kind.names = {**kind.__dict__.get("names", {}), name: fixed}
+            name = template.format(**fixed)
+            METHODS.add(name, Method(name=name, settings=kind, fixed=fixed, options=fields,
+                                     description=description.format(**fixed)))  # fmt: skip
         return kind
 
     return add
+
+
+@register("fp16", "float16", compute_dtype="float16")
+@register("fp32", "float32", compute_dtype="float32")
+@register("bf16", "bfloat16", compute_dtype="bfloat16")
+@settings
+class Unquantized(Settings):
+    """Weights in a dtype."""
+
+    kind: ClassVar = "unquantized"
+    compute_dtype: Dtype
 
 
 def methods(kind: str) -> list[Method]:
     """Return the registered methods of a ``kind``, such as ``weights``."""
     every = map(METHODS.get, METHODS)
     return [method for method in every if method.settings.kind == kind]
-
-
-def names() -> list[str]:
-    """Return every name that a quantizer can have."""
-    return [*UNQUANTIZED.values(), *METHODS, *COMBINATIONS]
 
 
 def settings_of(
@@ -130,17 +133,14 @@ def settings_of(
     for earlier, option in removed.RENAMED_OPTIONS.items():
         if earlier in options and option not in options:
             options[option] = options.pop(earlier)
-    available = method.options
-    for key in options:
-        if key in removed.QUANTIZER_OPTIONS:
-            raise RecipeError(f"{name}: {key}: {removed.QUANTIZER_OPTIONS[key]}")
-        if key not in available:
-            offer = f"it has {', '.join(available)}" if available else "it has no options"
-            raise RecipeError(f"{name}: unknown option {shown(key)}; {offer}")
-    if compute_dtype is not None and "compute_dtype" in available:
+    for key in (key for key in options if key not in method.options):
+        offer = f"unknown option {shown(key)}; it has {', '.join(method.options) or 'no options'}"
+        gone = key in removed.QUANTIZER_OPTIONS and f"{key}: {removed.QUANTIZER_OPTIONS[key]}"
+        raise RecipeError(f"{name}: {gone or offer}")
+    if compute_dtype is not None and "compute_dtype" in method.options:
         options = {"compute_dtype": compute_dtype, **options}
     try:
-        return method.settings(**method.fixed, **options)
+        return method.settings(name=name, **method.fixed, **options)
     except ValidationError as error:
         first = error.errors()[0]
         problem = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
@@ -162,63 +162,82 @@ def config_of(
         if earlier in options and key not in options:
             options[key] = options.pop(earlier)
     by_name = options.pop("name", None)
-    keyed = {kind: options.pop(kind, None) for kind in KINDS}
+    keyed = {kind: value for kind in KINDS if (value := options.pop(kind, None)) is not None}
     parts = [] if by_name is None else _split(by_name)
-    if parts and options:
-        if len(parts) > 1:
-            raise RecipeError(
-                f"{by_name}: {next(iter(options))} belongs to one of its parts: write "
-                f"{parts[0][0]}:{next(iter(options))}=…+{parts[1][0]}"
-            )
-        parts = [(parts[0][0], {**parts[0][1], **options})]
-    elif options:
+    if options and len(parts) != 1:
         key = next(iter(options))
+        gone = key in removed.QUANTIZER_OPTIONS and f"{key}: {removed.QUANTIZER_OPTIONS[key]}"
         raise RecipeError(
-            f"{key}: {removed.QUANTIZER_OPTIONS[key]}"
-            if key in removed.QUANTIZER_OPTIONS
-            else f"unknown part {shown(key)}; known: {', '.join(KINDS)}, label; a part's options "
-            f"go into its own braces, as in weights: {{name: …, {key}: …}}"
+            gone
+            or f"unknown part {shown(key)}; known: {', '.join(KINDS)}, label; an option goes "
+            f"beside its part's name, as in NAME:{key}=… or weights: {{name: NAME, {key}: …}}"
         )
-    by_kind: dict[str, Any] = {}
-    dtype = compute_dtype
-    for name, given in parts:
-        if name in UNQUANTIZED.values():
-            kind, part = "weights", name
-            if given:
-                raise RecipeError(f"{name}: unknown option {shown(next(iter(given)))}; "
-                                  "it has no options")  # fmt: skip
-        else:
-            part = settings_of(name, given, compute_dtype=compute_dtype)
-            kind = part.kind
-        if kind in by_kind:
+    every = [settings_of(name, {**given, **options}, compute_dtype=compute_dtype)
+             for name, given in parts]  # fmt: skip
+    every += [_keyed(kind, value, compute_dtype) for kind, value in keyed.items()]
+    chosen: dict[str, Any] = {}
+    for part in every:
+        kind = "weights" if part.kind == "unquantized" else part.kind
+        if kind in chosen:
             raise RecipeError(f"{by_name}: two parts quantize {kind}; leave one out")
-        by_kind[kind] = part
-    for kind, value in keyed.items():
-        if value is not None:
-            by_kind[kind] = _part(kind, value, compute_dtype)
-    if not by_kind:
+        chosen[kind] = part
+    if not chosen:
         raise RecipeError(HOW)
-    weights = by_kind.pop("weights", None)
-    if isinstance(weights, str):
-        dtype = next(d for d, name in UNQUANTIZED.items() if name == weights)
-        weights = None
-    return _checked(QuantizationConfig(weights=weights, dtype=dtype, **by_kind))
+    weights = chosen.get("weights")
+    if weights and weights.kind == "unquantized":
+        compute_dtype = chosen.pop("weights").compute_dtype
+    config = QuantizationConfig(**chosen, dtype=compute_dtype)
+    weights, beside, transform = config.weights, config.beside_weights, config.transform
+    if weights and weights.prequantized and beside:
+        raise RecipeError(f"{weights.name}: it is scored as published; leave {next(iter(beside))} "
+                          "out")  # fmt: skip
+    if weights and weights.precision.activations and config.activations:
+        raise RecipeError(
+            f"weights: {weights.name} quantizes activations itself; leave activations out"
+        )
+    if transform and not config.precision.quantized:
+        raise RecipeError(
+            f"transform: {transform.name} alone quantizes nothing; add weights, activations or "
+            "kv_cache"
+        )
+    return config
+
+
+def _keyed(kind: str, value: Any, compute_dtype: str) -> Settings:
+    """Return the settings for a recipe's key ``kind`` (weights, kv_cache, …) with this
+    ``value``."""
+    options = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name = options.pop("name", None)
+    try:
+        if not isinstance(name, str):
+            raise RecipeError(f"a name, or {{name: …, option: value}}, not {shown(value)}")
+        name, colon, rest = name.partition(":")
+        name = removed.RENAMED_METHODS.get((kind, name), name)
+        if kind == "kv_cache" and f"kv-{name}" in {*METHODS, *removed.QUANTIZERS}:
+            name = f"kv-{name}"
+        (name, given), *more = _split(name + colon + rest)
+        part = settings_of(name, {**given, **options}, compute_dtype=compute_dtype)
+        if more or part.kind not in (kind, "unquantized" if kind == "weights" else kind):
+            known = ", ".join(method.name for method in methods(kind))
+            raise RecipeError(f"{shown(value)} is no method for {kind}; known: {known}")
+    except RecipeError as error:
+        raise RecipeError(f"{kind}: {error}") from None
+    return part
 
 
 def config_of_record(quantizer: Mapping[str, Any]) -> QuantizationConfig:
     """Return the config from its ``to_dict``, as a record's key has it."""
     parts = {kind: quantizer[kind] for kind in KINDS if kind in quantizer}
-    entry = {}
-    for kind, part in (parts or {"weights": quantizer}).items():
-        entry[kind] = _entry_of(part)
-    return config_of(entry)
+    parts = parts or {"weights": quantizer}
+    return config_of({kind: _entry_of(part) for kind, part in parts.items()})
 
 
 def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe's mapping for settings from their ``to_dict``; for a mix of each layer."""
     name = part["name"]
     options = METHODS.get(name).options if name in METHODS else ()
-    entry = {"name": name, **{option: part[option] for option in options if option in part}}
+    set_options = {option: part[option] for option in options if part.get(option) is not None}
+    entry = {"name": name, **set_options}
     if name == "mixed":
         entry["layers"] = {names: _entry_of(chosen) for names, chosen in part["layers"].items()}
     return entry
@@ -280,47 +299,6 @@ def _value(text: str) -> Any:
         return text
 
 
-def _part(kind: str, value: Any, compute_dtype: str) -> Any:
-    """Return the settings for a recipe's key ``kind``, such as kv_cache, with this ``value``."""
-    options = dict(value) if isinstance(value, Mapping) else {}
-    name = options.pop("name", None) if isinstance(value, Mapping) else value
-    if not isinstance(name, str):
-        raise RecipeError(f"{kind}: a name, or {{name: …, option: value}}, not {shown(value)}")
-    if kind == "weights" and name in UNQUANTIZED.values():
-        return name
-    plain, colon, rest = name.partition(":")
-    name = removed.RENAMED_METHODS.get((kind, plain), plain) + colon + rest
-    full = f"kv-{name.partition(':')[0]}"
-    if kind == "kv_cache" and (full in METHODS or full in removed.QUANTIZERS):
-        name = f"kv-{name}"
-    (name, given), *more = _split(name)
-    if more or (name in METHODS and METHODS.get(name).settings.kind != kind):
-        all_names = ", ".join(method.name for method in methods(kind))
-        raise RecipeError(f"{kind}: {shown(value)} is no method for {kind}; known: {all_names}")
-    try:
-        return settings_of(name, {**given, **options}, compute_dtype=compute_dtype)
-    except RecipeError as error:
-        raise RecipeError(f"{kind}: {error}") from None
-
-
-def _checked(config: QuantizationConfig) -> QuantizationConfig:
-    """Return ``config``. Raises RecipeError for parts that exclude each other."""
-    weights, transform = config.weights, config.transform
-    if weights and weights.precision.activations is not None and config.activations:
-        raise RecipeError(
-            f"weights: {weights.name} quantizes activations itself; leave activations out"
-        )
-    if weights and weights.prequantized and (beside := config.beside_weights):
-        raise RecipeError(f"{weights.name}: it is scored as published; leave {next(iter(beside))} "
-                          "out")  # fmt: skip
-    if transform is not None and not replace(config, transform=None).precision.quantized:
-        raise RecipeError(
-            f"transform: {transform.name} alone quantizes nothing; add weights, activations or "
-            "kv_cache"
-        )
-    return config
-
-
 def _unknown(name: str) -> str:
     """Return the message for an unknown quantizer: widths that its method has, or similar names."""
     if attempt := re.fullmatch(r"([a-z]+)-(\w+)bit", name):
@@ -328,11 +306,8 @@ def _unknown(name: str) -> str:
         alike = [name for name in METHODS if name.startswith(f"{method}-")]
         if widths := [name.split("-")[1].removesuffix("bit") for name in alike]:
             return f"{method} has no {bits}-bit; it has {', '.join(widths)}"
-    close = [each for each in names() if each.startswith(f"{name}-")]  # awq: awq-4bit
-    close = (close or difflib.get_close_matches(name, names(), n=3, cutoff=CLOSEST))[:4]
-    near = (
-        f"did you mean {', '.join(close[:-1])}{' or ' * (len(close) > 1)}{close[-1]}? "
-        if close
-        else ""
-    )
+    names = [*METHODS, *COMBINATIONS]
+    close = [each for each in names if each.startswith(f"{name}-")]  # awq: awq-4bit
+    close = (close or difflib.get_close_matches(name, names, n=3, cutoff=CLOSEST))[:4]
+    near = f"did you mean {' or '.join(close)}? " if close else ""
     return f"unknown quantizer {shown(name)}; {near}`qbench list quantizers` lists all"

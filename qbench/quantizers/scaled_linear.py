@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.fake_quant import divided, encode, nearest, two_to
-from qbench.quantizers.formats import ELEMENTS, LEAST_EXPONENT
+from qbench.quantizers.formats import ELEMENTS, LEAST_EXPONENT, WHOLE_ROW
 from qbench.quantizers.linear import DequantizedLinear, Tensors
-from qbench.quantizers.methods.weight_formats import BlockFloat, Scaled8
+from qbench.quantizers.methods.weight_formats import RoundedWeights
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of a code's lower three bits
 BIAS = 127  # of an exponent that is stored as a scale
@@ -27,15 +26,13 @@ class ScaledLinear(DequantizedLinear):
     codes per byte, the first in its lower half. ``scale``: float32 [out, 1] or [1, 1]; for blocks
     of a row float8_e4m3fn, to be divided by ``tensor_scale`` float32 [1], or a uint8 exponent."""
 
-    def __init__(self, layer: nn.Linear, tensors: Tensors) -> None:
-        codes = tensors["codes"]
-        levels = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
-        packed = {"levels": levels} if codes.dtype == torch.uint8 else {}
-        super().__init__(layer, {**tensors, **packed})
-        self.stored = tuple(tensors)
+    def __init__(self, layer: nn.Linear, tensors: Tensors, settings: RoundedWeights) -> None:
+        super().__init__(layer, tensors, settings)
+        if self.codes.dtype == torch.uint8:
+            levels = torch.tensor([*E2M1, *(-x for x in E2M1)], device=self.codes.device)
+            self.register_buffer("levels", levels)
 
-    def weight32(self) -> Tensor:
-        """Return the weight, float32 [out, in]."""
+    def dequantize(self) -> Tensor:
         scale = self.scale.float()
         if self.scale.dtype == torch.uint8:
             scale = two_to(self.scale.int() - BIAS)
@@ -45,19 +42,19 @@ class ScaledLinear(DequantizedLinear):
         if codes.dtype == torch.uint8:
             codes = self.levels[torch.stack([codes & 15, codes >> 4], -1).int()].flatten(1)
         blocks = codes.float().unflatten(1, (scale.shape[1], -1))
-        return (blocks * scale[..., None]).flatten(1)
+        return (blocks * scale[..., None]).flatten(1).to(self.dtype)
 
-    def dequantize(self) -> Tensor:
-        return self.weight32().to(self.dtype)
+    def groups(self, weight: Tensor, settings: RoundedWeights) -> Tensor:
+        return weight.reshape(self.scale.numel(), -1)
 
 
-def quantize(name: str, layer: nn.Linear, settings: Scaled8 | BlockFloat) -> Tensors:
-    if isinstance(settings, Scaled8):
+def quantize(name: str, layer: nn.Linear, settings: RoundedWeights) -> Tensors:
+    if settings.format.group_size == WHOLE_ROW:
         codes, scale = encode(layer.weight.detach(), settings.format)
         return {"codes": codes, "scale": scale}
-    blocks = layer.weight.detach().float().unflatten(1, (-1, settings.block))
+    blocks = layer.weight.detach().float().unflatten(1, (-1, settings.format.group_size))
     magnitude, element = blocks.abs().amax(-1), ELEMENTS[settings.format.element]
-    if settings.method == "nvfp4":
+    if settings.name == "nvfp4":
         largest = magnitude.amax().clamp(min=torch.finfo(torch.float32).tiny).view(1)
         tensor_scale = largest.reciprocal() * (ELEMENTS["e4m3"].largest * element.largest)
         scale = (tensor_scale * divided(magnitude, element.largest)).to(torch.float8_e4m3fn)
@@ -82,16 +79,4 @@ def _packed(values: Tensor) -> Tensor:
     return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
 
 
-def from_packed(layer: nn.Linear, tensors: Tensors, settings: Scaled8 | BlockFloat) -> nn.Module:
-    return ScaledLinear(layer, tensors).eval()
-
-
-def unpack(module: nn.Module, settings: Scaled8 | BlockFloat) -> PackedWeight | None:
-    if not isinstance(module, ScaledLinear):
-        return None
-    count = module.scale.numel()
-    return PackedWeight(
-        tensors={name: getattr(module, name) for name in module.stored},
-        dequantize=module.weight32,
-        groups=lambda weight: weight.reshape(count, -1),
-    )
+from_packed = ScaledLinear

@@ -20,7 +20,6 @@ from qbench.errors import CheckpointError
 from qbench.quantizers import gguf_file
 from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.linear import Experts, Matrix, linears, named_ends
-from qbench.quantizers.packed import in_groups
 from qbench.quantizers.published import GGUF, PublishedCopy, parents
 from qbench.records import GIB, ModuleAudit, StoredSize
 
@@ -46,7 +45,7 @@ def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[]
                     PackedWeight,
                     tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
                     dequantize=partial(getattr, layer.weight, "data"),
-                    groups=in_groups(layer.in_features, None),
+                    groups=partial(torch.reshape, shape=(-1, layer.in_features)),
                 )
         return by_layer
     modules, by_layer = dict(model.named_modules()), {}
@@ -60,7 +59,8 @@ def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[]
 
 def _stored(tensors: dict[str, Tensor], columns: int) -> PackedWeight:
     """Return the stored weight of a matrix with ``columns`` weights per row, from its tensors."""
-    return PackedWeight(tensors=tensors, dequantize=None, groups=in_groups(columns, None))
+    by_row = partial(torch.reshape, shape=(-1, columns))
+    return PackedWeight(tensors=tensors, dequantize=None, groups=by_row)
 
 
 def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:

@@ -15,7 +15,7 @@ from qbench.quantizers import QuantizationConfig, config_of
 from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.quantize import backend, quantize
+from qbench.quantizers.quantize import backend, quantize, unpack
 from qbench.records import Audit
 
 needs_vnni = pytest.mark.skipif(int8_problem() is not None, reason=str(int8_problem()))
@@ -124,11 +124,11 @@ def packed_layer(chosen: QuantizationConfig, layer: nn.Linear) -> nn.Module:
     """The module that takes the place of ``layer``."""
     functions = backend(chosen.weights)
     tensors = functions.quantize("layer", layer, chosen.weights)
-    return functions.from_packed(layer, tensors, chosen.weights)
+    return functions.from_packed(layer, tensors, chosen.weights).eval()
 
 
 def unpacked(module: nn.Module, chosen: QuantizationConfig) -> PackedWeight:
-    return backend(chosen.weights).unpack(module, chosen.weights)
+    return unpack(module, "", chosen.weights)
 
 
 @torch.no_grad()

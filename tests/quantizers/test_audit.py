@@ -9,7 +9,7 @@ import torch
 from quantizer_models import PROBE, check, llama, make, packed_layer, parse, settings
 from torch import nn
 
-from qbench.quantizers import linear, packed
+from qbench.quantizers import linear
 from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.audit.weights import forward_weight
 from qbench.quantizers.linear import KEPT_WEIGHT, linears
@@ -34,17 +34,15 @@ def test_a_quantizer_that_does_nothing_is_caught():
 class Wide(PackedLinear):
     """Keeps the weights beside the codes."""
 
+    def unpack(self, settings):
+        stored = super().unpack(settings)
+        weights = {"weight": self.dequantize(), **stored.tensors}
+        return dataclasses.replace(stored, tensors=weights)
 
-def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4, monkeypatch):
-    model, whole = copy.deepcopy(rtn4), packed.unpack
+
+def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4):
+    model = copy.deepcopy(rtn4)
     model.get_submodule(LAYER).__class__ = Wide
-
-    def unpack(module, stated):
-        found = whole(module, stated)
-        extra = {"weight": module.dequantize()} if isinstance(module, Wide) else {}
-        return found and dataclasses.replace(found, tensors={**found.tensors, **extra})
-
-    monkeypatch.setattr(packed, "unpack", unpack)
     report = check(model, settings("rtn-4bit"))
     assert len(report.problems) == 1
     assert f"{LAYER}: stores 36.75 bits per weight" in report.problems[0]

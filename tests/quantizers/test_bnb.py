@@ -81,7 +81,7 @@ def test_a_forward_with_scales_of_other_blocks_is_caught_on_every_processor(tmp_
     monkeypatch.setattr(bnb.Linear4, "forward", rows_begin_blocks)
     report = check(model, chosen, llama(**shape))
     assert not report.passed
-    assert report.weight_error < chosen.weights.error_bound()
+    assert report.weight_error < chosen.weights.error_bound
     assert any("off the stored ones" in problem for problem in report.problems)
 
 

@@ -37,12 +37,12 @@ def recipe_of(folder, *quantizers, checkpoint="softmax"):
     [
         ("exl3-4bit", "softmax", "exl3-4bit: gptqmodel needs a GPU"),
         ("gguf-q8_0", "softpick", "xllamacpp computes softmax, but .* was trained with softpick"),
-        ("gguf-q4_k", "softmax", "gguf-q4_k: .* has 128 inputs, not a multiple of 256; take"),
+        ("gguf-q4_k", "softmax", "gguf-q4_k: groups of 256 do not divide the inputs of .*; take"),
         ("awq-4bit:ignore=[o_proj]", "softmax", "unknown option 'ignore'"),
         ("command:command=cp", "softmax", r"command: must contain \{model\} and"),
         ("command:command=gone {model} {out}", "softmax", "command: no program gone"),
         ("autoround-4bit", "softmax", r"it needs auto_round: pip install -e '\.\[autoround\]'"),
-        ("awq-4bit:group_size=96", "softmax", "group_size 96 does not divide the inputs of"),
+        ("awq-4bit:group_size=96", "softmax", "groups of 96 do not divide the inputs of"),
     ],
 )
 def test_what_no_library_can_make_is_refused_when_planned(
@@ -61,7 +61,8 @@ def test_what_no_library_can_make_is_refused_when_planned(
 
 def test_exl3_refuses_a_layer_of_no_whole_blocks():
     settings_of("exl3-4bit").check_layers({"wide": (384, 1024)})
-    with pytest.raises(QuantizationError, match="q_proj has 576 outputs, not a multiple of 128"):
+    words = r"groups of 128 do not divide the outputs of q_proj \(576\)"
+    with pytest.raises(QuantizationError, match=words):
         settings_of("exl3-4bit").check_layers({"q_proj": (576, 512)})
 
 

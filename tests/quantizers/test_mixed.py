@@ -146,4 +146,4 @@ def test_embeddings_that_look_up_other_weights_than_their_layer_s_fail_the_audit
 )
 def test_what_no_layer_can_have_is_refused_when_planned(layers, words):
     with pytest.raises(RecipeError, match=words):
-        mixed(**layers).check({}, "cpu")
+        mixed(**layers).weights.check({}, "cpu")

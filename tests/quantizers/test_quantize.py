@@ -97,7 +97,7 @@ def test_a_group_size_that_does_not_divide_a_layer_is_named_with_the_way_out(nam
     with pytest.raises(QuantizationError) as raised:
         make(settings(name, group_size=64), tmp_path)
     assert str(raised.value) == (
-        f"{name}: group_size 64 does not divide the inputs of model.layers.*.mlp.down_proj (160); "
+        f"{name}: groups of 64 do not divide the inputs of model.layers.*.mlp.down_proj (160); "
         "without group_size one is taken that fits every layer, or set "
         "ignore: ['model.layers.*.mlp.down_proj']"
     )

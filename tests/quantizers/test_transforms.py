@@ -96,7 +96,7 @@ def test_smoothing_keeps_channels_that_calibration_never_reaches():
 def test_what_can_be_seen_in_a_config_is_refused_before_work(outliers, config, says):
     entry = {"activations": "int8-token", "outliers": outliers}
     with pytest.raises(RecipeError) as raised:
-        config_of(entry, compute_dtype="float32").check(config, "cpu")
+        config_of(entry, compute_dtype="float32").transform.check(config, "cpu")
     assert str(raised.value) == says
 
 

@@ -130,4 +130,4 @@ def test_weights_are_those_of_compressed_tensors_to_the_bit(name, spread):
     settings = settings_of(name)
     tensors = scaled_linear.quantize("layer", layer, settings)
     made = scaled_linear.from_packed(layer, tensors, settings)
-    assert torch.equal(made.weight32(), expected)
+    assert torch.equal(made.dequantize(), expected)

@@ -21,13 +21,8 @@ from qbench.quantizers.audit.weights import (
     matrices_size,
     relative_error,
 )
-from qbench.quantizers.config import (
-    WHOLE_ROW,
-    ActivationEvidence,
-    QuantizationConfig,
-    matching,
-)
-from qbench.quantizers.formats import QuantFormat
+from qbench.quantizers.config import ActivationEvidence, QuantizationConfig, matching
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.quantizers.linear import KEPT, Matrix
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ActivationAudit, InputAudit
@@ -42,7 +37,7 @@ def measure_inputs(
     """Measure, on token ids ``probe`` [B, T], the inputs of every module of ``quantized`` that
     multiplies by a matrix of ``originals`` (by name); return the measurements, and a line per
     problem."""
-    part, about = config.activations.precision, evidence_of(quantized, config, "activations")
+    part, about = config.precision.activations, evidence_of(quantized, config, "activations")
     ignored = matching(originals, config.activations.ignore)
     ignored |= {name for name, matrix in originals.items() if matrix.holder == KEPT}
     others = {n: m for n, m in originals.items() if not m.linear and n not in about}

@@ -61,7 +61,7 @@ def measure_kv(
         for name in installed
         if name not in traces
     ]
-    modules, bits = [], config.kv_cache.precision.bits
+    modules, bits = [], config.precision.kv_cache.bits
     for name, read in traces.items():
         module, wrong = _module(name, read, installed[name], bits)
         modules.append(module)

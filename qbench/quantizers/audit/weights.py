@@ -259,7 +259,7 @@ def _changed_others(
             if changed is None or not _same(changed, tensor.to(changed.device)):
                 lines.append(f"{what}: not {whose}")
             continue
-        allowed, off = weights.error_bound() if rounded else ROUNDED, math.inf
+        allowed, off = weights.error_bound if rounded else ROUNDED, math.inf
         if changed is not None and changed.shape == tensor.shape:
             off = relative(values(changed), tensor.to(changed.device))
         if not off <= allowed:
@@ -277,7 +277,7 @@ def _looks_up(holder: QuantizedEmbedding, original: nn.Module, settings: WeightS
     kept, ids = original.weight, torch.arange(len(original.weight), device=original.weight.device)
     weight = forward_weight(holder.layer, kept.shape[1], kept.dtype)
     off = relative(holder(ids), functional_call(original, {"weight": weight}, (ids,)))
-    return off <= settings.agreement(str(kept.dtype).removeprefix("torch."))[0]
+    return off <= settings.agreement[str(kept.dtype).removeprefix("torch.")][0]
 
 
 def held(model: nn.Module, name: str) -> Tensor | None:
@@ -316,7 +316,7 @@ def measure(
     weight, size = read_weight(module, matrix, settings)
     dead = (weight == 0).all(dim=0) & (expected != 0).any(dim=0)
     if rescales and weight.isfinite().all():
-        expected, factor = fit(weight.float(), expected, settings.error_bound())
+        expected, factor = fit(weight.float(), expected, settings.error_bound)
     difference = weight.float() - expected
     kept = ~dead if settings.needs_calibration else torch.ones_like(dead)  # see _lost_products
     products, squares = (weight * expected * kept).sum(1), (expected.square() * kept).sum(1)
@@ -363,7 +363,7 @@ def measure(
         dtype = str(matrix.weight.dtype).removeprefix("torch.")
         # Of codes of 8 bits beside a forward that multiplies by the original, many small numbers
         # differ, though the norm differs hardly more than bfloat16 rounds
-        off = (unpacked - weight).abs() > 4 * settings.agreement(dtype)[0] * weight.abs()
+        off = (unpacked - weight).abs() > 4 * settings.agreement[dtype][0] * weight.abs()
         exact = off.sum() <= off.numel() // 1000
         if stored.dequantize is None:
             exact = levels(stored.groups(matrix.weight)) <= 2**settings.num_bits
@@ -387,11 +387,16 @@ def _problems(
 ) -> list[str]:
     """Return a line per problem of a layer: error, levels, bits or agreement out of bounds."""
     problems, (rows, columns) = [], matrix.weight.shape
-    if audit.levels > settings.levels:
+    most = 2**settings.num_bits
+    # Which weights of a copy share a scale is not read
+    if audit.levels > most and not settings.prequantized:
         problems.append(
-            f"{audit.levels} levels in a group, {settings.num_bits:g} bits have {settings.levels}"
+            f"{audit.levels} levels in a group, {settings.num_bits:g} bits have {most:g}"
         )
-    least, most = settings.bits_bounds(rows, columns)
+    # Beside the codes: scales, zeros, an index of the columns; 1 %, and padding of small layers
+    beside = settings.shared_bits(rows, columns) + 32 / rows
+    least = 0.0 if settings.prequantized else 0.99 * settings.num_bits
+    most = 1.01 * (settings.num_bits + beside) + 512 / (rows * columns)
     if not least <= audit.bits_per_weight <= most:
         problems.append(
             f"stores {audit.bits_per_weight:.2f} bits per weight, {settings.name} should take "
@@ -401,10 +406,9 @@ def _problems(
         problems.append("weights that are not finite")
         return [f"{audit.name}: {line}" for line in problems]
     error = relative_error(measured["kept_error"], measured["kept_norm"])
-    if error > settings.error_bound():
+    if error > settings.error_bound:
         problems.append(
-            f"weight error {error:.2f}; {settings.name} should stay under "
-            f"{settings.error_bound():g}"
+            f"weight error {error:.2f}; {settings.name} should stay under {settings.error_bound:g}"
         )
     squared = measured["kept_error"] * measured["kept"]
     lean = abs(measured["kept_sum"]) / math.sqrt(squared) if squared else 0.0
@@ -420,7 +424,7 @@ def _problems(
             f"{share:.0%} of its rows are not the original's rounded: their gain, "
             "⟨row, original⟩ / ‖original‖², is far from 1, as if rows or scales were exchanged"
         )
-    on_identity, on_random = settings.agreement(str(matrix.weight.dtype).removeprefix("torch."))
+    on_identity, on_random = settings.agreement[str(matrix.weight.dtype).removeprefix("torch.")]
     off = relative_error(measured["stored_error"], measured["stored_norm"])
     if not off <= on_identity:
         problems.append(f"the forward's weights are {off:.2g} off the stored ones")
@@ -499,7 +503,7 @@ def read_weight(
         off = float((weight.float() - original.float()).norm() / original.float().norm())
         if best is None or off < best[0]:
             best = off, weight, size
-        if off <= settings.error_bound():
+        if off <= settings.error_bound:
             break
     return best[1:]
 

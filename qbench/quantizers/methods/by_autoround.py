@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ class ByAutoRound(LibraryMade):
     """Settings with the library's own defaults, but for the size of groups."""
 
     method, title, extra, requirements = "autoround", "AutoRound", "autoround", ("auto-round",)
-    iters: Annotated[int, Field(ge=0, description="gradient steps per block; 0: rounding")] = 200
+    iters: int = Field(200, ge=0, description="gradient steps per block; 0: rounding")
 
 
 @maker("autoround-{num_bits}bit", f"{BY}, {{num_bits}} bits; {CALIBRATED}", num_bits=(2, 3, 4))
@@ -36,9 +36,6 @@ class AutoRoundFp4(ByAutoRound):
     num_bits = 4
     element: Literal["nvfp4", "mxfp4"]
     scheme = property(lambda self: f"{self.element}, activations too")
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        return 8 / 16 if self.element == "nvfp4" else 8 / 32
 
 
 def make(model: Path, out: Path, texts: Texts, settings: AutoRound | AutoRoundFp4) -> None:

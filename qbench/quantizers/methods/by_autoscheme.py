@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field
 
@@ -20,9 +19,7 @@ class AutoScheme(ByAutoRound, GroupedIntegers):
     """Integers in groups, of 2, 3, 4 or 8 bits by layer: the least change of the loss by the
     library's estimate, under ``bits`` on average, scales counted."""
 
-    bits: Annotated[
-        float, Field(gt=2, lt=16, description="average bits per weight, scales counted")
-    ] = 4.5
+    bits: float = Field(4.5, gt=2, lt=16, description="average bits per weight, scales counted")
     scheme = property(lambda self: f"integers of 2 to 8 bits by layer, {self.bits:g} on average")
 
 

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,19 +26,15 @@ class ByCommand(LibraryMade):
 
     method, title = "command", "Command"
     softmax_only: ClassVar[bool] = True
-    command: Annotated[str, Field(description=HELP)] = ""
-    bits: Annotated[float, Field(ge=1, le=16, description="of a weight; its files are counted")] = 4
-    runtime: Annotated[
-        Literal["transformers", "llama.cpp"],
-        Field(description="llama.cpp: it writes one GGUF file to {out}"),
-    ] = "transformers"
+    command: str = Field("", description=HELP)
+    bits: float = Field(4, ge=1, le=16, description="of a weight; its files are counted")
+    runtime: Literal["transformers", "llama.cpp"] = Field(
+        "transformers", description="llama.cpp: it writes one GGUF file to {out}"
+    )
     package = property(lambda self: next(iter(shlex.split(self.command)), "the command"))
     needs_calibration = property(lambda self: "{texts}" in self.command)
     num_bits = property(lambda self: self.bits)
-    scheme = property(lambda self: f"as {Path(self.package).name} writes it")
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        return 0.0
+    scheme = property(lambda self: f"as {Path(self.command.partition(' ')[0]).name} writes it")
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if not all(part in self.command for part in ("{model}", "{out}")):

@@ -17,7 +17,7 @@ OPTIONS = {"gptaq": {"gptaq": {}}, "awq": {"method": "awq", "scale_search_chunke
 
 @maker("gptqmodel-{num_bits}bit", f"GPTQ {ABOUT}", num_bits=(2, 3, 4, 8))
 @settings
-class GptqByGptqmodel(ColumnOrder, LibraryMade):
+class GptqByGptqmodel(LibraryMade, ColumnOrder):
     """GPTQ by the library, with its own damping."""
 
     method, title, requirements = "gptqmodel", "GPTQ by GPTQModel", ("gptqmodel",)
@@ -27,14 +27,17 @@ class GptqByGptqmodel(ColumnOrder, LibraryMade):
 @maker("awq-4bit", f"AWQ {ABOUT}", num_bits=4, method="awq")
 @maker("gptaq-{num_bits}bit", f"GPTAQ {ABOUT}", num_bits=FEW, method="gptaq")
 @settings
-class ByGptqmodel(GroupedIntegers, LibraryMade):
+class ByGptqmodel(LibraryMade, GroupedIntegers):
     """AWQ, EXL3, and GPTAQ, which sees the errors of earlier layers."""
 
     requirements = ("gptqmodel",)
     method: Literal["gptaq", "awq", "exl3"]
     title = property(lambda self: self.method.upper())
     needs_gpu = property(lambda self: self.method == "exl3")
-    blocks = property(lambda self: (128, 128) if self.method == "exl3" else (1, 1))
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        return (128, 128) if self.method == "exl3" else super().blocks
 
 
 def make(model: Path, out: Path, texts: Texts, settings: ByGptqmodel | GptqByGptqmodel) -> None:

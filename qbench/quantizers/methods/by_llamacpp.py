@@ -13,10 +13,10 @@ from qbench.errors import RecipeError
 from qbench.quantizers.config import Runtime, settings
 from qbench.quantizers.methods.library_made import LibraryMade, Texts, maker
 
-# Bits of a code, weights in a block, bytes of a block
+# Bits of a code, weights in a block
 TYPES = {
-    "q8_0": (8, 32, 34), "q6_k": (6, 256, 210), "q5_0": (5, 32, 22), "q4_k": (4, 256, 144),
-    "q4_0": (4, 32, 18), "q3_k": (3, 256, 110), "q2_k": (2, 256, 84),
+    "q8_0": (8, 32), "q6_k": (6, 256), "q5_0": (5, 32), "q4_k": (4, 256), "q4_0": (4, 32),
+    "q3_k": (3, 256), "q2_k": (2, 256),
 }  # fmt: skip
 
 
@@ -37,10 +37,6 @@ class Gguf(LibraryMade):
     num_bits = property(lambda self: TYPES[self.type][0])
     scheme = property(lambda self: f"{self.type} in blocks of {TYPES[self.type][1]}")
     blocks = property(lambda self: (1, TYPES[self.type][1]))
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        bits, weights, size = TYPES[self.type]
-        return 8 * size / weights - bits
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         super().check(config, device)

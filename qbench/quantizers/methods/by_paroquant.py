@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field
 
@@ -15,12 +14,12 @@ from qbench.quantizers.methods.weight_only import GroupedIntegers
 
 @maker("paroquant-4bit", f"ParoQuant {ABOUT}", num_bits=4)
 @settings
-class ParoQuant(GroupedIntegers, LibraryMade):
+class ParoQuant(LibraryMade, GroupedIntegers):
     """Trained layer by layer, with eager attention, in two stages of ``epochs`` each."""
 
     method, title, requirements = "paroquant", "ParoQuant", ("gptqmodel",)
     softmax_only = True
-    epochs: Annotated[int, Field(ge=1, description="of training per stage")] = 10
+    epochs: int = Field(10, ge=1, description="of training per stage")
 
 
 def make(model: Path, out: Path, texts: Texts, settings: ParoQuant) -> None:

@@ -4,12 +4,12 @@ quantize."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from qbench.errors import RecipeError
-from qbench.quantizers.config import TransformSettings, settings
+from qbench.quantizers.config import Settings, settings
 from qbench.quantizers.hadamard import factors
 from qbench.quantizers.methods.kv_formats import head_dim
 from qbench.quantizers.registry import register
@@ -35,7 +35,7 @@ Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
 
 @register("smoothquant", "activation outliers moved into weights by a scale per channel")
 @settings
-class SmoothQuant(TransformSettings):
+class SmoothQuant(Settings):
     """Divides inputs of linear layers by a scale per channel, and multiplies their weights by it.
 
     The scales of q, k, v and of gate and up go into the norm before them, those of o_proj into
@@ -43,25 +43,19 @@ class SmoothQuant(TransformSettings):
     gate multiply a channel of values, or of up_proj, without mixing it with others.
     """
 
+    kind: ClassVar = "transform"
     backend: ClassVar[str] = "smoothquant"
     needs_calibration = True
 
-    alpha: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="how much of the outliers moves to the weights: 0 none, 1 all",
-        ),
-    ] = 0.5
-    layers: Annotated[
-        tuple[Smoothed, ...],
-        Field(
-            strict=False,
-            description="whose inputs: attention is q, k, v, mlp is gate and up, as in the paper; "
-            "o_proj and down_proj through v_proj and up_proj",
-        ),
-    ] = ("attention", "mlp", "o_proj", "down_proj")
+    alpha: float = Field(
+        0.5, ge=0, le=1, description="how much of the outliers moves to the weights: 0 none, 1 all"
+    )
+    layers: tuple[Smoothed, ...] = Field(
+        ("attention", "mlp", "o_proj", "down_proj"),
+        strict=False,
+        description="whose inputs: attention is q, k, v, mlp is gate and up, as in the paper; "
+        "o_proj and down_proj through v_proj and up_proj",
+    )
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         require_known(config, self.name)
@@ -69,7 +63,7 @@ class SmoothQuant(TransformSettings):
 
 @register("rotation", "the residual stream in a Hadamard basis, as QuaRot: outliers spread out")
 @settings
-class Rotation(TransformSettings):
+class Rotation(Settings):
     """Rotates the residual stream by a Hadamard matrix with random signs.
 
     Norms' weights go into the layers after them; embeddings, linear layers and the LM head are
@@ -77,14 +71,11 @@ class Rotation(TransformSettings):
     values that are rotated within their heads.
     """
 
+    kind: ClassVar = "transform"
     backend: ClassVar[str] = "rotation"
 
-    seed: Annotated[
-        int, Field(ge=0, lt=2**63, description="of the signs in front of the Hadamard matrix")
-    ] = 0
-    online: Annotated[
-        bool, Field(description="rotate the input of down_proj while the model runs")
-    ] = True
+    seed: int = Field(0, ge=0, lt=2**63, description="of the signs in front of the Hadamard matrix")
+    online: bool = Field(True, description="rotate the input of down_proj while the model runs")
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         require_known(config, self.name)

@@ -12,72 +12,54 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from qbench.errors import RecipeError
-from qbench.quantizers.config import KVCacheSettings, settings
-from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
+from qbench.quantizers.config import Settings, settings
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, number
 from qbench.quantizers.registry import register
-from qbench.records import Part
+from qbench.records import Part, Precision
 
-LONGEST = 2**20  # tokens
-Tokens = Annotated[int, Field(ge=0, le=LONGEST)]
-BITS = (8, 4, 3, 2)
-PER_TOKEN = "keys and values per head and token"
-PER_TENSOR = "one scale per layer; scores depend on the batch"
-WHOLE: dict[str, Any] = {"group_size": WHOLE_ROW}
-FP8: dict[str, Any] = {"type": "float", "num_bits": 8}
+ELEMENTS = ("int8", "int4", "int3", "int2", "fp8")
 
 
-@register("kv-fp8-tensor", f"fp8 cache, {PER_TENSOR}", scales="tensor", **FP8, **WHOLE)
 @register(
-    "kv-int{num_bits}-tensor", f"int{{num_bits}} cache, {PER_TENSOR}",
-    num_bits=BITS, type="int", scales="tensor", **WHOLE,
+    "kv-{element}-tensor", "{element} cache, one scale per layer; scores depend on the batch",
+    element=ELEMENTS, scales="tensor", group_size=WHOLE_ROW,
 )  # fmt: skip
-@register("kv-fp8-token", f"fp8 cache, {PER_TOKEN}", scales="token", **FP8)
 @register(
-    "kv-int{num_bits}-token", f"int{{num_bits}} cache, {PER_TOKEN}",
-    num_bits=BITS, type="int", scales="token",
+    "kv-{element}-token", "{element} cache, keys and values per head and token",
+    element=ELEMENTS, scales="token",
 )  # fmt: skip
 @settings
-class KVCache(KVCacheSettings):
-    """Keys and values in few bits. Scales are dynamic: taken from the keys and values themselves.
+class KVCache(Settings):
+    """Keys and values that attention reads, in few bits. Scales are dynamic: taken from the keys
+    and values themselves.
 
     ``scales`` token: one per head and token, or per group of its channels. tensor: one for all keys
     of a layer in a forward pass and one for all values, which later tokens and the rest of the
     batch change.
     """
 
+    kind: ClassVar = "kv_cache"
+    method: ClassVar[str] = "kv"
+    title: ClassVar[str] = "KV cache"
     backend: ClassVar[str] = "fake_quant"
 
-    num_bits: Literal[8, 4, 3, 2]
-    type: Literal["int", "float"] = "int"
+    element: str
     scales: Literal["token", "tensor"]
-    group_size: Annotated[
-        Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
-        Field(description="channels of a head that share a scale; -1 is the whole head"),
-    ] = WHOLE_ROW
-    sink_tokens: Annotated[
-        Tokens, Field(description="tokens at the beginning of a sequence that stay unquantized")
-    ] = 0
+    group_size: Annotated[int, Field(ge=2, le=65536)] | Literal[-1] = Field(
+        WHOLE_ROW, description="channels of a head that share a scale; -1 is the whole head"
+    )
+    sink_tokens: int = Field(
+        0, ge=0, le=2**20,
+        description="tokens at the beginning of a sequence that stay unquantized",
+    )  # fmt: skip
 
     @property
     def format(self) -> QuantFormat:
-        in_groups = self.scales == "token" and self.group_size != WHOLE_ROW
         return QuantFormat(
-            num_bits=self.num_bits,
-            type=self.type,
-            strategy="group" if in_groups else self.scales,
+            **number(self.element),
+            strategy=self.scales if self.group_size == WHOLE_ROW else "group",
             group_size=self.group_size,
             scale_dtype="float16",
-        )
-
-    @property
-    def shared(self) -> str:
-        """Return in words which values share a scale."""
-        if self.scales == "tensor":
-            return "per tensor"
-        return (
-            "per head and token"
-            if self.group_size == WHOLE_ROW
-            else f"per token in groups of {self.group_size} channels"
         )
 
     @property
@@ -85,12 +67,13 @@ class KVCache(KVCacheSettings):
         return not self.format.one_of_tensor
 
     @property
-    def precision(self) -> Part:
-        element = "fp8" if self.type == "float" else self.format.element
-        words = [f"{element} {self.shared}{self.format.sides}"]
-        if self.sink_tokens:
-            words.append(f"first {self.sink_tokens} tokens unquantized")
-        return Part(bits=self.num_bits, scheme=", ".join(words), simulated=True)
+    def precision(self) -> Precision:
+        shared = "per tensor" if self.scales == "tensor" else "per head and token"
+        if self.group_size != WHOLE_ROW:
+            shared = f"per token in groups of {self.group_size} channels"
+        sinks = f", first {self.sink_tokens} tokens unquantized" if self.sink_tokens else ""
+        scheme = f"{self.element} {shared}{self.format.sides}{sinks}"
+        return Precision(kv_cache=Part(bits=self.format.num_bits, scheme=scheme, simulated=True))
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         """Refuse latent-vector caches, groups that do not divide the head width, too many sink

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from qbench.errors import QuantizationError, RecipeError
+from qbench.errors import RecipeError
 from qbench.quantizers.config import WeightSettings, settings
 from qbench.quantizers.registry import register
 
@@ -35,14 +35,14 @@ maker = partial(register, ignore=((),))  # a library quantizes all layers
 class LibraryMade(WeightSettings):
     """Settings of a maker. The first of ``requirements`` is the library's distribution; ``extra``:
     of qbench's, which installs it. ``softmax_only``: the library computes softmax, whatever the
-    checkpoint was trained with. ``blocks``: outputs and inputs of a layer are multiples of it."""
+    checkpoint was trained with."""
 
     prequantized: ClassVar[bool] = True
     needs_calibration = True
     extra: ClassVar[str] = ""
     needs_gpu: ClassVar[bool] = False
     softmax_only: ClassVar[bool] = False
-    blocks: ClassVar[tuple[int, int]] = (1, 1)
+    misfit: ClassVar[str] = "take another size, type or method"
 
     @property
     def package(self) -> str:
@@ -58,13 +58,3 @@ class LibraryMade(WeightSettings):
             raise RecipeError(f"{self.name}: it needs {self.package}: pip install {install}")
         if self.needs_gpu and device != "cuda":
             raise RecipeError(f"{self.name}: {self.package} needs a GPU for it")
-
-    def check_layer(self, name: str, rows: int, columns: int) -> None:
-        for noun, count, block in zip(
-            ("outputs", "inputs"), (rows, columns), self.blocks, strict=True
-        ):
-            if count % block:
-                raise QuantizationError(
-                    f"{self.name}: {name} has {count} {noun}, not a multiple of {block}; take "
-                    "another type or method"
-                )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field
 
 from qbench.errors import QuantizationError, RecipeError, some
 from qbench.quantizers.config import Shapes, WeightSettings, matching, pattern, settings
@@ -52,15 +52,10 @@ class Mixed(WeightSettings):
     method: ClassVar[str] = "mixed"
     title: ClassVar[str] = "Mixed weights"
 
-    layers: Annotated[
-        Any,
-        BeforeValidator(_layers),
-        WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
-        Field(
-            description="a quantizer of weights by pattern of layers' names; the first that "
-            "matches counts: {'*.down_proj': gptq-8bit, '*': gptq-4bit}"
-        ),
-    ] = ()
+    layers: Annotated[Any, BeforeValidator(_layers)] = Field(
+        (), description="a quantizer of weights by pattern of layers' names; the first that "
+        "matches counts: {'*.down_proj': gptq-8bit, '*': gptq-4bit}",
+    )  # fmt: skip
 
     def for_layer(self, name: str) -> WeightSettings | None:
         for names, chosen in self.layers:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -33,14 +32,14 @@ class LmEvalModel(WeightSettings):
     prequantized: ClassVar[bool] = True
     runtime: ClassVar[Runtime] = "lm-eval"
 
-    model: Annotated[str, Field(description="lm-eval's name of the class, as lm_eval --model")] = ""
-    args: Annotated[dict[str, Any], Field(description="its arguments, as lm_eval --model_args")] = (
-        field(default_factory=dict)
+    model: str = Field("", description="lm-eval's name of the class, as lm_eval --model")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="its arguments, as lm_eval --model_args"
     )
-    bits: Annotated[
-        float,
-        Field(ge=1, le=32, description="of a weight, as tables show it; not counted by qbench"),
-    ] = UNQUANTIZED_BITS
+    bits: float = Field(
+        UNQUANTIZED_BITS, ge=1, le=32,
+        description="of a weight, as tables show it; not counted by qbench",
+    )  # fmt: skip
 
     @property
     def num_bits(self) -> float:
@@ -53,9 +52,6 @@ class LmEvalModel(WeightSettings):
     @property
     def note(self) -> str:
         return f"lm-eval's {self.model}, not audited"
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        return 0.0
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         import lm_eval.models  # registers its names; imports no torch

@@ -8,13 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qbench.quantizers.config import (
-    GroupSize,
-    Shapes,
-    WeightSettings,
-    require_groups,
-    settings,
-)
+from qbench.quantizers.config import GroupSize, Shapes, WeightSettings, settings
 from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, shared_by
 from qbench.quantizers.registry import register
 from qbench.records import Part, Precision
@@ -25,20 +19,18 @@ BITS = (2, 3, 4, 8)
 
 @settings
 class Grouped(WeightSettings):
-    """Base of methods whose weights share scales in groups. ``group_size`` None is the largest of
-    ``sizes`` that divides every layer of a model."""
+    """Base of methods whose weights share scales in groups, along a row (``axis`` 1) or across rows
+    (0). ``group_size`` None is the largest of ``sizes`` that divides every layer of a model."""
 
     sizes: ClassVar[tuple[int, ...]] = (128, 64, 32, 16, 8, WHOLE_ROW)
+    axis: ClassVar[int] = 1
+    misfit: ClassVar[str] = "without group_size one is taken that fits every layer, or set {ignore}"
     group_size: GroupSize | None = None
-
-    def features(self, rows: int, columns: int) -> tuple[int, str]:
-        """Return how many weights lie along a group's axis, and what they are called."""
-        return columns, "inputs"
 
     def fitted(self, shapes: Shapes) -> Self:
         if self.group_size is not None:
             return self
-        counts = [self.features(*shape)[0] for shape in self.quantized(shapes).values()]
+        counts = [shape[self.axis] for shape in self.quantized(shapes).values()]
         fits = (n for n in self.sizes if n == WHOLE_ROW or not any(c % n for c in counts))
         return replace(self, group_size=next(fits, self.sizes[0]))
 
@@ -46,13 +38,10 @@ class Grouped(WeightSettings):
         size = self.group_size or self.sizes[0]
         return columns if size == WHOLE_ROW else size
 
-    def check_layers(self, shapes: Shapes) -> None:
-        super().check_layers(shapes)
-        if self.group_size in (None, WHOLE_ROW):
-            return
-        counts = {n: self.features(*s) for n, s in self.quantized(shapes).items()}
-        noun = next(iter(counts.values()))[1] if counts else ""
-        require_groups(self.name, {n: c for n, (c, _) in counts.items()}, self.group_size, noun)
+    @property
+    def blocks(self) -> tuple[int, int]:
+        size = 1 if self.group_size in (None, WHOLE_ROW) else self.group_size
+        return (1, size) if self.axis else (size, 1)
 
 
 @settings
@@ -60,13 +49,10 @@ class GroupedIntegers(Grouped):
     """Integers, with a float16 scale and a zero point in a byte for each group."""
 
     num_bits: Literal[2, 3, 4, 8]
-    group_size: Annotated[
-        GroupSize | None,
-        Field(
-            description="weights that share a scale, along a row; -1 is the whole row; default: "
-            "128, or the largest of 64, 32, 16, 8 that divides every layer's inputs"
-        ),
-    ] = None
+    group_size: GroupSize | None = Field(
+        None, description="weights that share a scale, along a row; -1 is the whole row; default: "
+        "128, or the largest of 64, 32, 16, 8 that divides every layer's inputs",
+    )  # fmt: skip
 
     @property
     def scheme(self) -> str:
@@ -80,9 +66,9 @@ class GroupedIntegers(Grouped):
 class EvenlySpaced(GroupedIntegers):
     """Integers rounded here, symmetric or not."""
 
-    symmetric: Annotated[
-        bool, Field(description="zero point fixed in the middle; false: one for each group")
-    ] = True
+    symmetric: bool = Field(
+        True, description="zero point fixed in the middle; false: one for each group"
+    )
 
     @property
     def format(self) -> QuantFormat:
@@ -116,16 +102,11 @@ class ColumnOrder(EvenlySpaced):
 
     needs_calibration = True
 
-    desc_act: Annotated[
-        bool, Field(description="columns in the order of falling activation size")
-    ] = False
-    group_aware: Annotated[
-        bool | None,
-        Field(
-            description="that order, but only within groups and among groups; default: true, "
-            "unless desc_act is true or a group is the whole row"
-        ),
-    ] = None
+    desc_act: bool = Field(False, description="columns in the order of falling activation size")
+    group_aware: bool | None = Field(
+        None, description="that order, but only within groups and among groups; default: true, "
+        "unless desc_act is true or a group is the whole row",
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _one_order(self) -> Self:
@@ -153,10 +134,11 @@ class ColumnOrder(EvenlySpaced):
     def scheme(self) -> str:
         return f"{super().scheme}, {self.order} order"
 
+    @property
     def error_bound(self) -> float:
         """Return twice the bound of rounding: GPTQ trades weight error for output error; relative
         errors up to 1.2 were seen at 2 bits, where rounding gives 0.5."""
-        return 2 * super().error_bound()
+        return 2 * super().error_bound
 
 
 @register(
@@ -171,20 +153,14 @@ class Gptq(ColumnOrder):
     backend: ClassVar[str] = "gptq"
     title: ClassVar[str] = "GPTQ"
 
-    damp: Annotated[
-        float,
-        Field(gt=0, lt=1, description="added to the Hessian's diagonal, in units of its mean"),
-    ] = 0.05
-    true_sequential: Annotated[
-        bool,
-        Field(
-            description="inside a block, each layer sees inputs changed by the quantization of "
-            "earlier layers"
-        ),
-    ] = True
-    batch_size: Annotated[
-        int, Field(ge=1, le=65536, description="calibration samples in one forward")
-    ] = 8
+    damp: float = Field(
+        0.05, gt=0, lt=1, description="added to the Hessian's diagonal, in units of its mean"
+    )
+    true_sequential: bool = Field(
+        True, description="inside a block, each layer sees inputs changed by the quantization of "
+        "earlier layers",
+    )  # fmt: skip
+    batch_size: int = Field(8, ge=1, le=65536, description="calibration samples in one forward")
 
 
 class Bnb(WeightSettings):
@@ -203,13 +179,10 @@ class Bnb4(Bnb):
     """Blocks of 64 weights: 16 levels of a fixed table times the largest of the block."""
 
     num_bits: Literal[4]
-    quant_type: Annotated[
-        Literal["nf4", "fp4"],
-        Field(description="table of levels: normal-float or floating point"),
-    ] = "nf4"
-    double_quant: Annotated[
-        bool, Field(description="also quantize the blocks' scales, to 8 bits")
-    ] = False
+    quant_type: Literal["nf4", "fp4"] = Field(
+        "nf4", description="table of levels: normal-float or floating point"
+    )
+    double_quant: bool = Field(False, description="also quantize the blocks' scales, to 8 bits")
 
     @property
     def scheme(self) -> str:
@@ -225,35 +198,26 @@ class Bnb8(Bnb):
     """LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
 
     Outlier columns are chosen over the whole batch, so a score depends on its batch-mates, and a
-    token's logits on later tokens.
+    token's logits on later tokens. Products are in float16, whatever the dtype.
     """
 
     batch_invariant = False
-    scheme: ClassVar[str] = "int8 per row"
+    agreement: ClassVar = {
+        "bfloat16": (5e-3, 5e-2), "float16": (2e-3, 5e-2), "float32": (2e-3, 5e-2),
+    }  # fmt: skip
+    precision: ClassVar[Precision] = Precision(
+        weights=Part(bits=8, scheme="int8 per row"),
+        activations=Part(bits=8, scheme="int8 per token, outlier columns apart"),
+    )
 
     num_bits: Literal[8]
-    threshold: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=65536,  # the largest activation of float16
-            description="activations above this are outliers, computed unquantized; 0: no outliers",
-        ),
-    ] = 6.0
-
-    @property
-    def precision(self) -> Precision:
-        return Precision(
-            weights=Part(bits=8, scheme=self.scheme),
-            activations=Part(bits=8, scheme="int8 per token, outlier columns apart"),
-        )
+    threshold: float = Field(  # at most the largest activation of float16
+        6.0, ge=0, le=65536,
+        description="activations above this are outliers, computed unquantized; 0: no outliers",
+    )  # fmt: skip
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return 32 / columns
-
-    def agreement(self, dtype: str) -> tuple[float, float]:
-        """Return bounds for products in float16, whatever the dtype, of activations of 8 bits."""
-        return (5e-3 if dtype == "bfloat16" else 2e-3), 5e-2
 
 
 @register(
@@ -274,22 +238,12 @@ class Hqq(Grouped):
     sizes: ClassVar[tuple[int, ...]] = (64, 32, 16, 8)
 
     num_bits: Literal[2, 3, 4, 8]
-    group_size: Annotated[
-        Annotated[int, Field(ge=8, le=65536, multiple_of=8)] | None,
-        Field(
-            description="weights that share a scale and a zero along `axis`, a multiple of 8; "
-            "default: 64, or the largest of 32, 16, 8 that divides every layer",
-        ),
-    ] = None
-    axis: Annotated[
-        Literal[0, 1], Field(description="1: groups along a row; 0: groups across rows")
-    ] = 1
-    optimize: Annotated[
-        bool, Field(description="fit the zero points; without it, plain rounding")
-    ] = True
-
-    def features(self, rows: int, columns: int) -> tuple[int, str]:
-        return (columns, "inputs") if self.axis else (rows, "outputs")
+    group_size: Annotated[int, Field(ge=8, le=65536, multiple_of=8)] | None = Field(
+        None, description="weights that share a scale and a zero along `axis`, a multiple of 8; "
+        "default: 64, or the largest of 32, 16, 8 that divides every layer",
+    )  # fmt: skip
+    axis: Literal[0, 1] = Field(1, description="1: groups along a row; 0: groups across rows")
+    optimize: bool = Field(True, description="fit the zero points; without it, plain rounding")
 
     @property
     def scheme(self) -> str:
