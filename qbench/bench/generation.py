@@ -86,7 +86,7 @@ def bench_generation(
         slots = min(prompts, at_once(model, length + tokens))
         yield row("qbench", spent, f"at most {slots} side by side")
 
-        our_seconds, answered = spent["seconds"], _asked(scorer, requests, ours)
+        our_seconds, answered = spent["seconds"], _encoded(scorer, requests, ours)
         observer: Any = BaselineWriter()
         for what in ("reading the answers", "reading them for KL"):
             reader = _scorer(model, scorer.hflm.tokenizer, length + tokens, batch_size, observer)
@@ -154,17 +154,17 @@ def _scorer(
     return Scorer(model, tokenizer, settings, observer=observer)
 
 
-def _asked(
+def _encoded(
     scorer: Scorer, requests: Sequence[Any], answers: Sequence[str]
 ) -> tuple[list[AnswerPrompt], list[list[int]]]:
     """Return the prompts of ``requests`` and the token ids of ``answers``."""
     encode = scorer.hflm.tokenizer
-    asked = [
+    prompts = [
         AnswerPrompt(document=document, sample=0, text="", ids=encode(request.args[0])["input_ids"],
               target="")
         for document, request in enumerate(requests)
     ]  # fmt: skip
-    return asked, [encode(answer)["input_ids"] for answer in answers]
+    return prompts, [encode(answer)["input_ids"] for answer in answers]
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -202,9 +202,9 @@ def run(
         cells_failed = some([record.cell for record in broken])
         what = "failed" if any(record.status == "failed" for record in broken) else "lack a task"
         log = Store(launcher.out).path(broken[0], ".log")
-        said = f"; log of the first: {log}" if log.is_file() else ""
+        where = f"; log of the first: {log}" if log.is_file() else ""
         complain(
-            f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{said}"
+            f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{where}"
         )
         raise typer.Exit(2 if any(record.bad_input for record in broken) else 1)
 
