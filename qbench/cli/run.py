@@ -352,6 +352,8 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BYTES_PER_TOKEN = 3.7  # of task files, each context once
 REPEATED = 1.6  # contexts that are scored anew with each answer, and padding
 BASE_GIB = {"cuda": 1.5, "cpu": 0.8}  # libraries, batches
+# Of what calibration keeps of a block: on a CPU the C library keeps freed memory of each thread
+HELD = {"cuda": 1.0, "cpu": 1.5}
 SLOW_BF16, AMX_BF16 = 10.0, 0.15  # times float32, on processors without instructions and with AMX
 DISK_RATE = 1.0  # GiB per second
 # Of one GPU, or of one core of a CPU in float32, as in docs/speed.md: operations per second by
@@ -385,8 +387,13 @@ def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
         kind = "rounding" if cell.calibration is None else "calibrating"
         seconds += rates[kind] * parameters / 1e9
     if (text := cell.calibration) is not None:
-        states = text.samples * text.length
-        memory += states * hidden_size(cell.checkpoint.config) * BYTES[dtype] / GIB
+        states, hidden = text.samples * text.length, hidden_size(cell.checkpoint.config)
+        widest = max(h.shape[-1] for h in cell.checkpoint.headers.values() if len(h.shape) > 1)
+        token = BYTES[dtype] / GIB  # of one number per token
+        memory += states * hidden * token
+        paused = states * (4 * hidden + 2 * widest) * token  # as in quantizers/calibration.py
+        if paused < memory_gib(plan.device) / 2:
+            memory += HELD[plan.device] * paused
         seconds += forward * states / rates["exact"]
     return seconds, memory
 

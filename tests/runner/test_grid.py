@@ -16,7 +16,7 @@ from quick_cells import Quick
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.checkpoints.find import elements
-from qbench.cli.run import RATES, estimate, plan_lines
+from qbench.cli.run import HELD, RATES, estimate, plan_lines
 from qbench.machine import GIB
 from qbench.plan import plan
 from qbench.progress import SilentProgress
@@ -251,6 +251,27 @@ def test_shapes_say_it_and_what_does_not_fit(tmp_path, small, monkeypatch):
     streamed = replace(small, recipe=small.recipe.model_copy(update={"evaluation": evaluation}))
     lines = list(plan_lines(streamed, Store(tmp_path / "out"), "softmax/*"))
     assert any(line.endswith("as its weights come block by block") for line in lines)
+
+
+def test_inputs_that_wait_for_a_hessian_count_while_half_of_the_memory_holds_them(
+    tmp_path, monkeypatch
+):
+    recipe = small_recipe(
+        tmp_path, quantizers=["fp32", "rtn-4bit", "gptq-4bit"],
+        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 32, "length": 512},
+    )  # fmt: skip
+    planned = plan(Recipe.load(recipe), device="cpu")
+    cells = [planned.cell(f"softmax/{name}") for name in ("rtn-4bit", "gptq-4bit")]
+
+    def more() -> float:
+        """Return what GPTQ takes more, in hidden states of the calibration text."""
+        rounded, calibrated = (estimate(cell, planned)[1] for cell in cells)
+        return (calibrated - rounded) * GIB / (32 * 512 * 128 * 4)
+
+    hidden, widest = 128, 512
+    assert more() == pytest.approx(1 + HELD["cpu"] * (4 + 2 * widest / hidden))
+    monkeypatch.setattr("qbench.cli.run.memory_gib", lambda device: 0.1)
+    assert more() == pytest.approx(1)  # each Hessian takes a forward of its own
 
 
 def test_the_documents_state_the_rates():
