@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from qbench.errors import RecipeError
 from qbench.machine import redirected
 from qbench.quantizers.config import Shapes, WeightSettings, alike
 from qbench.quantizers.registry import METHODS, config_of
+from qbench.recipe import label_of
 from qbench.records import UNQUANTIZED_BITS
 
 GIB = 8 * 2**30  # bits
@@ -62,6 +63,10 @@ class Costs:
         """Return the sum of the costs of a choice for each layer."""
         return sum(self.options[layer][choice][1] for layer, choice in chosen.items())
 
+    def width(self, layer: str, choice: str) -> float:
+        """Return the bits per weight of one layer's matrix."""
+        return self.options[layer][choice][0] / math.prod(self.shapes[layer])
+
     def uniform(self, choice: str, end: str) -> dict[str, str]:
         """Return the ``choice`` for each layer, but ``end`` for LM head and embeddings."""
         return {name: end if name in self.ends else choice for name in self.shapes}
@@ -79,11 +84,11 @@ def expand(methods: Sequence[str]) -> list[str]:
     """Return quantizers: of a family such as ``gptq``, or ``gptq:group_size=32``, one per width.
 
     Raises RecipeError for an unknown one, or one that is not made here of weights alone."""
-    quantizers: list[str] = []
+    quantizers: dict[str, None] = {}
     for method in methods:
         family, colon, options = method.partition(":")
         widths = [name for name in METHODS if re.fullmatch(rf"{re.escape(family)}-\d+bit", name)]
-        quantizers += [name + colon + options for name in widths or [family]]
+        quantizers |= dict.fromkeys(name + colon + options for name in widths or [family])
     for quantizer in quantizers:
         config = config_of(quantizer)
         if config.weights is None or config.beside_weights or config.weights.prequantized:
@@ -91,7 +96,7 @@ def expand(methods: Sequence[str]) -> list[str]:
                 f"--methods {quantizer}: name methods that quantize weights alone, here: rtn, hqq, "
                 "gptq, bnb"
             )
-    return list(dict.fromkeys(quantizers))
+    return list(quantizers)
 
 
 def explicit(choice: str, settings: Any) -> str:
@@ -103,10 +108,9 @@ def explicit(choice: str, settings: Any) -> str:
     return f"{choice}{',' if ':' in choice else ':'}group_size={size}"
 
 
-def _stated_bits(settings: WeightSettings, shapes: Shapes) -> float:
-    """Return the bits that layers of these ``shapes`` take, as the settings state them."""
-    return sum(math.prod(shape) * (settings.num_bits + settings.shared_bits(*shape))
-               for shape in shapes.values())  # fmt: skip
+def _stated_bits(settings: WeightSettings, shape: tuple[int, int]) -> float:
+    """Return the bits that a matrix of this ``shape`` takes, as the settings state them."""
+    return math.prod(shape) * (settings.num_bits + settings.shared_bits(*shape))
 
 
 def require_budgets(
@@ -114,12 +118,11 @@ def require_budgets(
 ) -> float:
     """Return the fewest bits per weight that a choice of ``settings`` for each layer takes. Raises
     RecipeError for a budget of fewer, or in which all layers fit unquantized."""
-    smallest = sum(
-        min(_stated_bits(each, {name: shape}) for each in settings
-            if each.of_ends or name not in sizes.ends)
+    smallest = [
+        min(_stated_bits(s, shape) for s in settings if s.of_ends or name not in sizes.ends)
         for name, shape in sizes.shapes.items()
-    )  # fmt: skip
-    least = (smallest + sizes.others[1]) / sizes.numbers
+    ]
+    least = (sum(smallest) + sizes.others[1]) / sizes.numbers
     for bits in budgets:
         if not least <= bits < UNQUANTIZED_BITS:
             raise RecipeError(
@@ -136,21 +139,22 @@ def smaller_groups(
     """Return choices beside ``settings`` (by choice, fitted): of each method the widest that fits a
     budget, with the smallest groups that still fit. A uniform column might spend the rest of the
     budget on these, so the mix may too."""
-    inside = {name: shape for name, shape in sizes.shapes.items() if name not in sizes.ends}
-    numbers = sum(map(math.prod, inside.values())) + sizes.others[0]
+    inside = [shape for name, shape in sizes.shapes.items() if name not in sizes.ends]
+    numbers = sum(map(math.prod, inside)) + sizes.others[0]
     further = {}
     for budget in budgets:
-        fitting: dict[tuple[Any, str], list[tuple[Any, ...]]] = {}
+        widest: dict[tuple[Any, str], tuple[Any, ...]] = {}
         for choice, chosen in settings.items():
+            family = type(chosen), choice.partition(":")[2]
             size = getattr(chosen, "group_size", None) or 0
             for group in (size, *(g for g in SMALLER_GROUPS if g < size and size % g == 0)):
                 each = replace(chosen, group_size=group) if size else chosen
-                bits = (_stated_bits(each, inside) + sizes.others[1]) / numbers
+                stated = sum(_stated_bits(each, shape) for shape in inside) + sizes.others[1]
                 name = choice.replace(f"group_size={size}", f"group_size={group}")
-                family = type(chosen), choice.partition(":")[2]
-                if bits <= budget:
-                    fitting.setdefault(family, []).append((each.num_bits, bits, name, each))
-        further |= {name: each for *_, name, each in map(max, fitting.values())}
+                wide = each.num_bits, stated, name, each
+                if stated / numbers <= budget:
+                    widest[family] = max(widest.get(family, wide), wide)
+        further |= {name: each for *_, name, each in widest.values()}
     return {name: each for name, each in further.items() if name not in settings}
 
 
@@ -158,10 +162,10 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
     """Return the choice per layer with the smallest sum of costs among those within
     ``bits_per_weight``: a multiple-choice knapsack, solved exactly. Raises RecipeError if no choice
     fits."""
-    layers = list(costs.options)
-    items = [(place, choice) for place, name in enumerate(layers) for choice in costs.options[name]]
-    bits, kl = np.array([costs.options[layers[place]][choice] for place, choice in items]).T
-    once = csr_array((np.ones(len(items)), ([place for place, _ in items], range(len(items)))))
+    rows = {name: row for row, name in enumerate(costs.options)}
+    items = [(name, choice) for name in rows for choice in costs.options[name]]
+    bits, kl = np.array([costs.options[name][choice] for name, choice in items]).T
+    once = csr_array((np.ones(len(items)), ([rows[name] for name, _ in items], range(len(items)))))
     room = bits_per_weight - costs.others[1] / costs.numbers
     with redirected(Path(os.devnull)):  # the solver prints
         result = milp(
@@ -176,7 +180,7 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
             f"--bits {bits_per_weight:.4g}: the solver found no choice ({result.message}); "
             "give more bits or fewer methods"
         )
-    return {layers[place]: c for (place, c), x in zip(items, result.x, strict=True) if x > 0.5}
+    return {name: choice for (name, choice), x in zip(items, result.x, strict=True) if x > 0.5}
 
 
 def best_uniform(
@@ -185,26 +189,23 @@ def best_uniform(
     """Return the choice of all layers, and that of LM head and embeddings, with the least KL
     divergence of those that fit; None if none does. ``kl``: by choice, with all layers quantized
     but these two, whose costs are added."""
-    fitting = []
     at_ends = costs.options[costs.ends[0]] if costs.ends else (UNQUANTIZED,)
-    for choice, end in itertools.product(kl, at_ends):
-        bits = costs.bits_per_weight(costs.uniform(choice, end))
-        if choice != UNQUANTIZED and bits <= bits_per_weight:
-            cost = costs.sum_of(dict.fromkeys(costs.ends, end))
-            fitting.append((kl[choice] + cost, choice, end))
+    fitting = [
+        (kl[choice] + costs.sum_of(dict.fromkeys(costs.ends, end)), choice, end)
+        for choice, end in itertools.product(kl.keys() - {UNQUANTIZED}, at_ends)
+        if costs.bits_per_weight(costs.uniform(choice, end)) <= bits_per_weight
+    ]
     return min(fitting)[1:] if fitting else None
 
 
 def uniform_column(choice: str, end: str = UNQUANTIZED, ends: Sequence[str] = ()) -> dict[str, Any]:
     """Return the recipe's entry of a column that gives all layers ``choice``, and ``ends``, the LM
     head and embeddings, the choice ``end``."""
-    label, label_of_ends = (
-        re.sub(r"[^\w.+-]+", "-", each).replace("group_size-", "g") for each in (choice, end)
-    )
+    label, of_ends = (label_of(each).replace("group_size-", "g") for each in (choice, end))
     if end == UNQUANTIZED or not ends:
         return {"name": choice, "label": label}
     layers = {**dict.fromkeys(ends, end), "*": choice}
-    return {"name": "mixed", "label": f"{label}-ends-{label_of_ends}", "layers": layers}
+    return {"name": "mixed", "label": f"{label}-ends-{of_ends}", "layers": layers}
 
 
 def column(chosen: Mapping[str, str], label: str, ends: Sequence[str] = ()) -> dict[str, Any]:
@@ -224,12 +225,11 @@ def patterns(chosen: Mapping[str, str]) -> list[tuple[str, str]]:
     pairs = []
     for shared, names in alike(chosen).items():
         usual = Counter(chosen[name] for name in names).most_common(1)[0][0]
-        exceptions: dict[tuple[str, str, str], str] = {}
+        exceptions: dict[tuple[str, str, str], str] = defaultdict(str)
         for name in names:
             if chosen[name] != usual:
                 before, digit, after = re.match(r"(\D*\d*)(\d)(.*)", name).groups()
-                group = chosen[name], before, after
-                exceptions[group] = exceptions.get(group, "") + digit
+                exceptions[chosen[name], before, after] += digit
         for (choice, before, after), digits in sorted(exceptions.items()):
             pairs.append((f"{before}[{digits}]{after}", choice))
         pairs.append((shared, usual))
@@ -238,17 +238,16 @@ def patterns(chosen: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def asking(costs: Costs, chosen: Mapping[str, str]) -> str:
     """Return a sentence that says which projections and layers of a mix have the most bits."""
-    groups: dict[str | int, list[str]] = {}
+    groups: dict[str, list[str]] = defaultdict(list)
     for name in chosen:
-        groups.setdefault(name.rpartition(".")[2], []).append(name)
-        if number := re.search(r"\d+", name):
-            groups.setdefault(int(number[0]), []).append(name)
+        for key in re.findall(r"^\D*(\d+)|([^.]+)$", name):
+            groups["".join(key)].append(name)
     means = {
-        group: sum(costs.options[n][chosen[n]][0] for n in names)
-        / sum(math.prod(costs.shapes[n]) for n in names)
-        for group, names in groups.items()
+        key: sum(costs.options[name][chosen[name]][0] for name in names)
+        / sum(math.prod(costs.shapes[name]) for name in names)
+        for key, names in groups.items()
     }
     ranked = sorted(means, key=means.__getitem__, reverse=True)
-    projections = [f"{group} {means[group]:.2f}" for group in ranked if isinstance(group, str)]
-    layers = [f"{group} ({means[group]:.2f})" for group in ranked if isinstance(group, int)]
+    projections = [f"{key} {means[key]:.2f}" for key in ranked if not key.isdigit()]
+    layers = [f"{key} ({means[key]:.2f})" for key in ranked if key.isdigit()]
     return f"bits per weight: {', '.join(projections)}; most in layers {', '.join(layers[:3])}"

@@ -31,16 +31,7 @@ from qbench.files import content_key, digest_of, write_atomically
 from qbench.machine import free
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
-from qbench.quantizers.linear import (
-    ends,
-    in_place,
-    layer_of,
-    linear_layer,
-    linearize,
-    linears,
-    matrices,
-    named_ends,
-)
+from qbench.quantizers import linear
 from qbench.quantizers.quantize import apply, make, unpack
 from qbench.quantizers.texts import CalibrationText
 from qbench.records import KEY_DIGITS
@@ -76,23 +67,23 @@ class Search:
                 f"{self.base.checkpoint_name}: a budget needs the full model on one device; set "
                 "evaluation.stream: false on a larger GPU"
             )
-        linearize(model)
+        linear.linearize(model)
         text = calibration_of(replace(self.base, calibration=source), self.tokenizer)
         self.baseline = FromBlocks(model, text.ids[-windows:, :length])
         read = [getattr(source, name) for name in ("digest", "samples", "length", "seed", "bos")]
         code = digest_of([Path(__file__).parent, Path(__file__).parents[1] / "analysis"])
         self.key = {"text": read, "cut": [windows, length], "include": sorted(include),
                     "search": code}  # fmt: skip
-        at_ends, head = ends(model), model.get_output_embeddings()
-        named = {*include, *(["lm_head"] if include and [*at_ends.values()] == [head] else [])}
+        head = model.get_output_embeddings()
         at_ends = {
             name: layer
-            for name, layer in at_ends.items()
-            if ("lm_head" if layer is head else "embeddings") in named
+            for name, layer in linear.ends(model).items()
+            if ("lm_head" if layer is head else "embeddings") in include
+            or (include and layer is head and head.weight is model.get_input_embeddings().weight)
         }
-        self.layers = linears(model) | at_ends
+        self.layers = linear.linears(model) | at_ends
         weights = [layer.weight for layer in self.layers.values()]
-        others = [m.weight for name, m in matrices(model).items() if name not in self.layers]
+        others = [m.weight for n, m in linear.matrices(model).items() if n not in self.layers]
         self.sizes = Costs(
             shapes={name: tuple(layer.weight.shape) for name, layer in self.layers.items()},
             options={},
@@ -122,10 +113,10 @@ class Search:
         kl = {choice: values["kl"] for choice, values in measured.items()}
         return replace(self.sizes, options=options, floor=floor), kl
 
-    def _costs_of(self, cell: Cell, number: int, total: int) -> Kept:
+    def _costs_of(self, cell: Cell, number: int, total: int) -> dict[str, Any]:
         """Return the ``layers`` of the uniform column ``cell``, each with its bits and its KL
         alone, and the ``kl`` of all. It is ``number`` of ``total``, for the progress."""
-        kept = Kept(self, "costs", cell)
+        path, kept = self._kept("costs", cell)
         self.reused |= bool(kept)
         if "kl" in kept:
             return kept
@@ -140,17 +131,19 @@ class Search:
                 tensors, _ = make(quantized, cell.quantization, calibration, advance)
             modules = self._modules(apply(quantized, cell.quantization, tensors), cell)
             del quantized
-        layers = kept.setdefault("layers", {})
+        layers, saved = kept.setdefault("layers", {}), time.monotonic()
         for _, names in itertools.groupby(modules, self.baseline.block_of):
             missing = [name for name in names if name not in layers]
-            places = (in_place(self.model, name, modules[name][0]) for name in missing)
+            places = (linear.in_place(self.model, name, modules[name][0]) for name in missing)
             for name, kl in zip(missing, self.baseline.kl(*places), strict=True):
                 layers[name] = modules[name][1], kl
             self._advance(number + (1 + len(layers) / len(modules)) / 2, total)
-            kept.save(every=SAVE_EVERY)
+            if time.monotonic() - saved >= SAVE_EVERY:
+                write_atomically(path, json.dumps(kept).encode())
+                saved = time.monotonic()
         inside = {name: m for name, (m, _) in modules.items() if name not in self.sizes.ends}
         (kept["kl"],) = self.baseline.kl(inside)
-        kept.save()
+        write_atomically(path, json.dumps(kept).encode())
         return kept
 
     def _modules(
@@ -158,8 +151,9 @@ class Search:
     ) -> dict[str, tuple[nn.Module, float]]:
         """Return the quantized modules by layer's name, with the bits that are stored of each."""
         weights, modules = cell.quantization.weights, {}
-        for name in linears(self.model, weights.ignore) | named_ends(self.model, weights):
-            module, settings = layer_of(quantized, name), weights.for_layer(name)
+        model = self.model
+        for name in linear.linears(model, weights.ignore) | linear.named_ends(model, weights):
+            module, settings = linear.layer_of(quantized, name), weights.for_layer(name)
             stored = unpack(quantized, name, settings).tensors
             modules[name] = module, bits_of(stored.values())
         return modules
@@ -167,7 +161,7 @@ class Search:
     def whole(self, cell: Cell) -> float:
         """Return the KL divergence, nats per token on the text, of a whole quantized model. Its
         weights stay in the cache, where a run finds them."""
-        kept = Kept(self, "whole", cell)
+        path, kept = self._kept("whole", cell)
         if "kl" not in kept:
             self._stage(cell.label)
             free(self._plan.device)
@@ -176,29 +170,19 @@ class Search:
             )
             places: dict[str, nn.Module] = {}
             for name, (module, _) in self._modules(quantized, cell).items():
-                places |= in_place(self.model, name, module)
+                places |= linear.in_place(self.model, name, module)
             (kept["kl"],) = self.baseline.kl(places)
-            kept.save()
+            write_atomically(path, json.dumps(kept).encode())
         return kept["kl"]
 
-
-class Kept(dict[str, Any]):
-    """Holds numbers of a ``cell`` by name, and keeps them in a file of the cache, which is read if
-    there is an intact one. ``kind``: what they are."""
-
-    def __init__(self, search: Search, kind: str, cell: Cell) -> None:
+    def _kept(self, kind: str, cell: Cell) -> tuple[Path, dict[str, Any]]:
+        """Return the file of the cache for the numbers ``kind`` of ``cell``, and those in it."""
         parts = {n: cell.key_parts[n] for n in MODEL_PARTS if n in cell.key_parts}
-        key = content_key({**parts, "kind": kind, **search.key})
-        self._path = search.cache / "budget" / f"{key[:KEY_DIGITS]}.json"
-        self._saved = time.monotonic()
+        key = content_key({**parts, "kind": kind, **self.key})
+        path = self.cache / "budget" / f"{key[:KEY_DIGITS]}.json"
         with suppress(OSError, ValueError, TypeError):
-            self.update(json.loads(self._path.read_bytes()))
-
-    def save(self, *, every: float = 0.0) -> None:
-        """Write the numbers, unless the last write is less than ``every`` seconds ago."""
-        if time.monotonic() - self._saved >= every:
-            write_atomically(self._path, json.dumps(self).encode())
-            self._saved = time.monotonic()
+            return path, dict(json.loads(path.read_bytes()))
+        return path, {}
 
 
 class FromBlocks(Baseline):
@@ -316,4 +300,4 @@ def _other_last_bits(layer: nn.Linear) -> nn.Linear:
     random = torch.Generator(weight.device).manual_seed(0)  # a processor would take minutes at 7 B
     signs = torch.randint(0, 2, weight.shape, generator=random, device=weight.device) - 0.5
     moved = weight.float() * (1 + torch.finfo(weight.dtype).eps * signs)
-    return linear_layer(moved.to(weight.dtype), layer.bias)
+    return linear.linear_layer(moved.to(weight.dtype), layer.bias)

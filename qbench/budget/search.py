@@ -3,7 +3,6 @@ of both. Imports no torch before costs are measured."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import time
@@ -12,31 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib import rc_context
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
-from qbench.budget.choose import (
-    UNQUANTIZED,
-    asking,
-    best_uniform,
-    column,
-    explicit,
-    require_budgets,
-    smaller_groups,
-    solve,
-    uniform_column,
-)
-from qbench.comparison.losses import kl_column
+from qbench.budget import choose
+from qbench.budget.choose import UNQUANTIZED, column, solve, uniform_column
+from qbench.comparison.losses import adjusted, kl_column
+from qbench.comparison.rows import bits_per_weight, gib
 from qbench.comparison.wording import interval_text
-from qbench.comparison.wording import ratio as ratio_text
 from qbench.files import write_atomically
 from qbench.plan import Plan
 from qbench.quantizers.config import alike
 from qbench.records import Record
-from qbench.statistics import KL_MEAN, Effect, Missing, Panel, adjust, effect
+from qbench.statistics import KL_MEAN, Effect, Missing, effects
 from qbench.store import Store
-from qbench.viewer.figures import COLOURS, MARKERS, STYLE
+from qbench.text import ratio as ratio_text
+from qbench.viewer.figures import COLOURS, MARKERS, STYLE, save_svg
 
 WIDTHS = ("#fde725", "#5ec962", "#21918c", "#3b528b", "#440154")  # of 2, 3, 4, 8 and 16 bits
 CURVE = [2.5 + step / 4 for step in range(15)]  # bits per weight, to 6
@@ -60,20 +52,21 @@ def search(
 
     began = time.monotonic()
     plan = plan_of([*choices, *(peer for peer in peers if peer not in choices)])
+    checkpoint = plan.cells[0].checkpoint_name
     fitted = (cell.quantization.weights for cell in plan.cells[1:])
-    settings = {explicit(c, weights): weights for c, weights in zip(choices, fitted, strict=False)}
-    text["progress"].begin(plan.cells[0].checkpoint_name)
+    settings = {choose.explicit(*each): each[1] for each in zip(choices, fitted, strict=False)}
+    text["progress"].begin(checkpoint)
     searched = measure.Search(plan=plan, **text)
     sizes, ends = searched.sizes, searched.sizes.ends
     bits = {label: value if unit == "bits" else sizes.from_gib(value)
             for label, (value, unit) in budgets.items()}  # fmt: skip
-    least = require_budgets(sizes, settings.values(), bits.values())
-    every = settings | smaller_groups(sizes, settings, bits.values())
+    least = choose.require_budgets(sizes, settings.values(), bits.values())
+    every = settings | choose.smaller_groups(sizes, settings, bits.values())
     columns = [uniform_column(choice, choice if each.of_ends else UNQUANTIZED, ends)
                for choice, each in every.items()]  # fmt: skip
     costs, kl = searched.costs(dict(zip(every, plan_of(columns).cells[1:], strict=True)))
     mixes = {label: solve(costs, budget) for label, budget in bits.items()}
-    best = {label: best_uniform(costs, kl, budget) for label, budget in bits.items()}
+    best = {label: choose.best_uniform(costs, kl, budget) for label, budget in bits.items()}
     pairs = dict.fromkeys([*((choice, UNQUANTIZED) for choice in every), *best.values()])
     uniform = {pair: uniform_column(*pair, ends) for pair in pairs if pair}
     labels = {pair: entry["label"] for pair, entry in uniform.items()}
@@ -82,15 +75,14 @@ def search(
     kl = {labels[choice, UNQUANTIZED]: kl[choice] for choice in every}
     kl |= {cell.label: searched.whole(cell) for cell in plan_of(entries).cells[1:]
            if cell.label not in kl}  # fmt: skip
-    text["progress"].end(plan.cells[0].checkpoint_name)
+    text["progress"].end(checkpoint)
     return {
-        "checkpoint": plan.cells[0].checkpoint_name,
+        "checkpoint": checkpoint,
         "text": {name: text[name] for name in ("windows", "length", "include")},
         "seconds": None if searched.reused else round(time.monotonic() - began, 1),
         "costs": {
-            choice: {n: [round(options[choice][0] / math.prod(costs.shapes[n]), 4),
-                         float(f"{options[choice][1]:.4g}")]
-                     for n, options in costs.options.items() if choice in options}
+            choice: {name: [round(costs.width(name, choice), 4), float(f"{options[choice][1]:.4g}")]
+                     for name, options in costs.options.items() if choice in options}
             for choice in every
         },
         "floor": costs.floor,
@@ -107,9 +99,8 @@ def search(
                 "kl": kl[label],
                 "sum": costs.sum_of(chosen),
                 "best_uniform": labels.get(best[label]),
-                "asks": asking(costs, chosen),
-                "layers": {n: [c, costs.options[n][c][0] / math.prod(costs.shapes[n])]
-                           for n, c in chosen.items()},
+                "asks": choose.asking(costs, chosen),
+                "layers": {name: [c, costs.width(name, c)] for name, c in chosen.items()},
             }
             for label, chosen in mixes.items()
         ],
@@ -121,20 +112,16 @@ def certificate(answer: Effect | Missing, mix: Record, other: Record) -> dict[st
     plain JSON, with a sentence, ``text``, that says which of them to take."""
     parts, texts = dict[str, Any](), []
     for what, record in {"mix": mix, "other": other}.items():
-        label, bits, gib = (
-            record.quantizer,
-            record.audit.size.bits_per_weight,
-            record.audit.size.gib,
-        )
-        parts |= {what: label, f"{what}_bits": bits, f"{what}_gib": gib}
-        texts.append(f"{label} ({bits:.2f} bits per weight, {gib:.3g} GiB)")
+        bits, size = bits_per_weight(record), gib(record)
+        parts |= {what: record.quantizer, f"{what}_bits": bits, f"{what}_gib": size}
+        texts.append(f"{record.quantizer} ({bits:.2f} bits per weight, {size:.3g} GiB)")
     first, second = texts
     if isinstance(answer, Missing):
         return parts | {"text": f"{first} against {second}: no test: {answer.reason}."}
     low, ratio, high = map(math.exp, (answer.low, answer.estimate, answer.high))
-    better = bool(answer.significant and ratio < 1)
-    claim = "significantly better" if better else "not shown to be better"
-    claim = "significantly worse" if answer.significant and not better else claim
+    better, claim = answer.significant and ratio < 1, "not shown to be better"
+    if answer.significant:
+        claim = f"significantly {'better' if better else 'worse'}"
     interval = interval_text(answer, percent=False).removeprefix("× ")
     return parts | {
         "text": f"{first} is {claim} than {second}: KL × {ratio_text(answer.estimate)} {interval}, "
@@ -151,17 +138,12 @@ def compare_with(store: Store, pairs: Sequence[tuple[str, str]]) -> list[dict[st
     are corrected over all of them."""
     records = {record.quantizer: record for record in store.records() if record.status == "ok"}
     pairs = [pair for pair in pairs if records.keys() >= {*pair}]
-    answers: list[Effect | Missing] = []
-    for mix, other in pairs:
-        columns = {name: kl_column(store, records[name]) for name in (mix, other)}
-        answers.append(
-            Missing(reason="no KL divergence was measured") if None in columns.values()
-            else effect(Panel.of(columns), {mix: 1.0, other: -1.0}, KL_MEAN)
-        )  # fmt: skip
-    tested = iter(adjust([each for each in answers if isinstance(each, Effect)]))
-    answers = [next(tested) if isinstance(each, Effect) else each for each in answers]
-    return [certificate(answer, *map(records.get, pair))
-            for answer, pair in zip(answers, pairs, strict=True)]  # fmt: skip
+    columns = {name: kl_column(store, records[name]) for pair in pairs for name in pair}
+    measured = [pair for pair in pairs if all(columns[name] for name in pair)]
+    tests = effects(columns, [{mix: 1.0, other: -1.0} for mix, other in measured], KL_MEAN)
+    answers = adjusted(dict(zip(measured, tests, strict=True)))
+    unmeasured = Missing(reason="no KL divergence was measured")
+    return [certificate(answers.get(pair, unmeasured), *map(records.get, pair)) for pair in pairs]
 
 
 def report(
@@ -169,11 +151,11 @@ def report(
 ) -> tuple[list[str], list[Path]]:
     """Compare the finished cells of ``folder``, a mix with its uniform column and with each of
     ``peers``; write budget.json and budget.svg. Return the lines to print, and the files."""
-    store, mixes = Store(folder), results["mixes"]
+    store, mixes, lines = Store(folder), results["mixes"], []
     pairs = [(mix["label"], mix["best_uniform"]) for mix in mixes if mix["best_uniform"]]
     results["certificates"] = compare_with(store, pairs)
     results["peers"] = compare_with(store, [(m["label"], peer) for peer in peers for m in mixes])
-    texts, lines = {each["mix"]: each["text"] for each in results["certificates"]}, []
+    texts = {each["mix"]: each["text"] for each in results["certificates"]}
     for mix in mixes:
         label, total, measured = mix["label"], mix["sum"], mix["kl"]
         nothing = "no uniform column is as small, so there is none to compare with."
@@ -187,10 +169,8 @@ def report(
         ]
     paths = [folder / "budget.json", folder / "budget.svg"]
     write_atomically(paths[0], (json.dumps(results) + "\n").encode())
-    target = io.StringIO()
-    with rc_context({**STYLE, "svg.hashsalt": "budget"}):
-        draw(results).savefig(target, format="svg", transparent=True, metadata={"Date": None})
-    write_atomically(paths[1], target.getvalue().encode())
+    with rc_context(STYLE):
+        save_svg(draw(results), paths[1])
     return [*lines, *(each["text"] for each in results["peers"])], paths
 
 
@@ -200,7 +180,7 @@ def draw(results: Mapping[str, Any]) -> Figure:
     mixes = results["mixes"]
     figure = Figure(figsize=(7.2, 3.4 + 1.25 * len(mixes)), layout="constrained")
     heights = [3.2, *(1.2 for _ in mixes)]
-    (top,), *charts = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)
+    top, *charts = figure.subplots(len(heights), height_ratios=heights)
     sizes = {each["label"]: (each["bits"], each["kl"]) for each in results["uniform"]}
     best = [sizes[mix["best_uniform"]] for mix in mixes if mix["best_uniform"]]
     lines = [
@@ -218,19 +198,20 @@ def draw(results: Mapping[str, Any]) -> Figure:
     top.set(xlabel="bits per weight", ylabel="KL (nats per token)", yscale="log")
     top.grid(visible=True)
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above, where no point lies
-    for (axes,), mix in zip(charts, mixes, strict=True):
-        rows = alike(mix["layers"])
-        alone = [f"; {n} {mix['layers'][n][1]:.2f}" for n in rows if "*" not in n]
-        rows = {n.rpartition(".")[2]: names for n, names in rows.items() if "*" in n}
-        grid = np.full((len(rows), max(map(len, rows.values()))), np.nan)
-        for row, names in enumerate(rows.values()):
-            grid[row, : len(names)] = [mix["layers"][name][1] for name in names]
-        norm = BoundaryNorm([2, 3, 4, 6, 10, 17], 5)
+    norm = BoundaryNorm([2, 3, 4, 6, 10, 17], 5)
+    for axes, mix in zip(charts, mixes, strict=True):
+        widths = {name: bits for name, (_, bits) in mix["layers"].items()}
+        rows = {n.rpartition(".")[2]: names for n, names in alike(widths).items() if "*" in n}
+        grid = pd.DataFrame.from_dict(
+            {row: [widths[name] for name in names] for row, names in rows.items()}, "index"
+        )
+        alone = [f"; {n} {widths[n]:.2f}" for n in alike(widths) if "*" not in n]
         image = axes.imshow(grid, cmap=ListedColormap(WIDTHS), norm=norm, interpolation="nearest")
-        axes.set_yticks(range(len(rows)), list(rows), fontsize=6)
+        axes.set_yticks(range(len(rows)), rows, fontsize=6)
+        axes.locator_params(axis="x", integer=True)
         axes.set_title(f"{mix['label']}: width of each layer{''.join(alone)}")
-    charts[-1][0].set_xlabel("decoder layer")
-    bar = figure.colorbar(image, ax=[axes for (axes,) in charts], spacing="uniform", aspect=40,
+    axes.set_xlabel("decoder layer")
+    bar = figure.colorbar(image, ax=charts, spacing="uniform", aspect=40,
                           ticks=[2.5, 3.5, 5, 8, 13.5])  # fmt: skip
     bar.ax.set_yticklabels(["2 bits", "3", "4", "8", "16"])
     return figure

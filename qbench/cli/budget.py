@@ -22,8 +22,7 @@ from qbench.machine import terminal
 from qbench.plan import Plan, find_calibration
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.registry import config_of, split_commas
-from qbench.quantizers.texts import CalibrationText
-from qbench.recipe import Overrides, Recipe, absolute, label_of, save
+from qbench.recipe import Overrides, absolute, label_of, save
 from qbench.runner.progress import Display
 from qbench.store import require_no_links
 
@@ -73,23 +72,39 @@ def budget(
     texts: Windows of the calibration text that costs are measured on; the others calibrate.
     length: Tokens of each of these windows.
     """
-    budgets = {f"mix-{text}": (value, "bits") for text, value in _numbers("--bits", bits)}
-    budgets |= {f"mix-{text}gib": (value, "gib") for text, value in _numbers("--gib", gib)}
+    budgets = {
+        f"mix-{item}{suffix}": (_number(option, item), option.removeprefix("--"))
+        for option, text, suffix in (("--bits", bits, ""), ("--gib", gib, "gib"))
+        for item in split_commas(text or "")
+    }
     if not budgets:
         raise RecipeError("name a budget: --bits 3.5, or --gib 4")
-    included = split_commas(include) if include else []
+    included = split_commas(include or "")
     if unknown := set(included) - {"lm_head", "embeddings"}:
         raise RecipeError(f"--include {', '.join(sorted(unknown))}: possible: lm_head, embeddings")
-    choices, peer_entries = expand(split_commas(methods)), split_commas(peers or "")
-    for peer in peer_entries:
+    choices, further = expand(split_commas(methods)), split_commas(peers or "")
+    for peer in further:
         config_of(peer)  # raises for an unknown one
-    peer_entries += [
+    copies = [
         {"name": "checkpoint", "path": absolute(Path.cwd(), source, hub=True), "label": label}
         for label, source in overrides.quantized.items()
     ]
     overrides = overrides.model_copy(update={"quantizers": tuple(choices), "quantized": {}})
     launcher = load_launcher(recipe, overrides, out=out, device=device)
-    folder, source = launcher.out, _calibration(launcher.recipe, texts)
+    folder, checkpoints = launcher.out, launcher.recipe.checkpoints
+    if len(checkpoints) > 1:
+        raise RecipeError(
+            f"a budget is for one model, not for {', '.join(checkpoints)}: give --checkpoint "
+            "NAME=DIR, --tasks and --calibration without a recipe"
+        )
+    source = find_calibration(launcher.recipe, needed=True)
+    if source is None:
+        raise RecipeError("costs are measured on calibration text: add --calibration FILE")
+    if source.samples <= texts:
+        raise RecipeError(
+            f"--texts {texts}: must be fewer than the {source.samples} windows of the calibration "
+            "text, since the rest calibrates; lower it, or raise --calibration-samples"
+        )
     require_folder(folder, "--out")
     require_no_links(folder)
     require_folder(cache_folder(), "$QBENCH_CACHE")
@@ -111,55 +126,30 @@ def budget(
         Display(screen, 1) as display,
     ):
         results, entries = search(
-            partial(planned, Path(scratch) / "recipe.yaml"), choices, peer_entries, budgets,
+            partial(planned, Path(scratch) / "recipe.yaml"), choices, [*further, *copies], budgets,
             source=source, windows=texts, length=min(length, source.length), include=included,
             cache=cache_folder(), progress=display,
         )  # fmt: skip
-    further = [peer for peer in peer_entries if {"name": peer, "label": peer} not in entries]
-    planned(folder / "recipe.yaml", [*entries, *further])  # a peer may be the uniform column
-    show_written([folder / "recipe.yaml"])
+    labels = {entry["label"] for entry in entries}  # a peer may be the uniform column
+    entries += [peer for peer in further if label_of(peer) not in labels]
+    path = folder / "recipe.yaml"
+    planned(path, [*entries, *copies])
+    show_written([path])
     ended = 0
     try:
-        run(recipe=folder / "recipe.yaml", overrides=Overrides(), out=folder, device=device)
+        run(recipe=path, overrides=Overrides(), out=folder, device=device)
     except typer.Exit as exit:
         ended = exit.exit_code
-    labels = [label_of(peer) if isinstance(peer, str) else peer["label"] for peer in peer_entries]
-    lines, paths = report(folder, results, labels)
+    lines, paths = report(folder, results, [*map(label_of, further), *overrides.quantized])
     for line in lines:
         typer.echo(line)
     show_written(paths)
     raise typer.Exit(ended)
 
 
-def _numbers(option: str, text: str | None) -> list[tuple[str, float]]:
-    """Return (text, value) of each number in ``text``, such as "3.5,4". Raises RecipeError for one
-    that is not positive."""
-    numbers = []
-    for item in text.split(",") if text is not None else ():
-        value = math.nan
-        with suppress(ValueError):
-            value = float(item)
-        if not 0 < value < math.inf:
-            raise RecipeError(f"{option} {shown(item)}: write numbers above 0, such as 2.75,3.5")
-        numbers.append((item.strip(), value))
-    return numbers
-
-
-def _calibration(recipe: Recipe, texts: int) -> CalibrationText:
-    """Return the calibration text of ``recipe``. Raises RecipeError if there is none, if more than
-    one checkpoint is named, or if it has too few samples for ``texts`` windows."""
-    if len(recipe.checkpoints) > 1:
-        names = ", ".join(recipe.checkpoints)
-        raise RecipeError(
-            f"a budget is for one model, not for {names}: give --checkpoint NAME=DIR, --tasks and "
-            "--calibration without a recipe"
-        )
-    source = find_calibration(recipe, needed=True)
-    if source is None:
-        raise RecipeError("costs are measured on calibration text: add --calibration FILE")
-    if source.samples <= texts:
-        raise RecipeError(
-            f"--texts {texts}: must be fewer than the {source.samples} windows of the calibration "
-            "text, since the rest calibrates; lower it, or raise --calibration-samples"
-        )
-    return source
+def _number(option: str, text: str) -> float:
+    """Return the number in ``text``. Raises RecipeError for one that is not positive."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise RecipeError(f"{option} {shown(text)}: write numbers above 0, such as 2.75,3.5")

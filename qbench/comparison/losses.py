@@ -89,7 +89,7 @@ class Losses:
                 for pair in combinations(names, 2)
             }
             made = effects(self.columns, [*signs.values()], self.aggregation)
-            answers = _adjusted(dict(zip(signs, made, strict=True)))
+            answers = adjusted(dict(zip(signs, made, strict=True)))
             pairs |= {key: each for key, each in answers.items() if isinstance(each, Effect)}
         return pairs
 
@@ -160,7 +160,7 @@ def _inferred(comparison: Comparison, losses: Losses) -> Losses:
             contrasts[group, names[0]] = _against(losses, members, base, names)
         if shared:
             overall[group] = _against(losses, members, base, shared)
-    return replace(losses, cells=cells, contrasts=_adjusted(contrasts), overall=_adjusted(overall))
+    return replace(losses, cells=cells, contrasts=adjusted(contrasts), overall=adjusted(overall))
 
 
 def _against(
@@ -197,7 +197,7 @@ def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:
     return {name: sign for name, sign in total.items() if abs(sign) > 1e-12}
 
 
-def _adjusted(answers: Mapping) -> dict:
+def adjusted(answers: Mapping) -> dict:
     """Return the answers, p of the effects adjusted over all of them."""
     tested = {key: each for key, each in answers.items() if isinstance(each, Effect)}
     return {**answers, **dict(zip(tested, adjust([*tested.values()]), strict=True))}

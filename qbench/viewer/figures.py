@@ -64,12 +64,17 @@ def write_figures(results: AnalysisResults, folder: Path) -> list[Path]:
     paths = []
     with rc_context(STYLE):
         for name, figure in _figures(results):
-            target = io.StringIO()
-            with rc_context({"svg.hashsalt": name}):
-                figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
             paths.append(folder / f"{name}.svg")
-            write_atomically(paths[-1], target.getvalue().encode())
+            save_svg(figure, paths[-1])
     return paths
+
+
+def save_svg(figure: Figure, path: Path) -> None:
+    """Write ``figure`` to ``path``; the same figure gives the same bytes."""
+    target = io.StringIO()
+    with rc_context({"svg.hashsalt": path.stem}):
+        figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
+    write_atomically(path, target.getvalue().encode())
 
 
 def _figures(results: AnalysisResults) -> NamedFigures:
