@@ -368,12 +368,9 @@ def test_a_folder_with_a_symbolic_link_is_refused_before_the_search(name, tmp_pa
     ],
 )
 def test_the_certificate_says_which_column_to_take(estimate, significant, words):
-    interval = SimpleNamespace(
-        low=estimate - 0.1, high=estimate + 0.1, estimate=estimate, stderr=0.05
-    )
     answer = SimpleNamespace(
-        kind="log ratio", estimate=estimate, interval=interval, significant=significant, mark="",
-        documents=300, family=2, p_holm=0.01,
+        kind="log ratio", estimate=estimate, low=estimate - 0.1, high=estimate + 0.1, stderr=0.05,
+        significant=significant, mark="", documents=300, family=2, p_holm=0.01,
     )  # fmt: skip
     records = tuple(
         SimpleNamespace(
