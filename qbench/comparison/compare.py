@@ -39,6 +39,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
         grid=grid,
         records=records,
         lines=tuple(_lines(grid, records)),
+        folder=store.directory.resolve().name,
         against=against,
     )
     if not statistics:

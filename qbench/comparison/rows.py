@@ -198,6 +198,7 @@ class Comparison:
     flips: Mapping[str, Mapping[str, Mapping[str, Flips]]] = field(default_factory=dict)
     # cell → what quantization changed in its answers; nothing without statistics
     answers: Mapping[str, AnswerDamage] = field(default_factory=dict)
+    folder: str = ""  # name of the results folder
     against: str | None = None  # the precision that the others are compared with by score
     tested: bool = False  # whether intervals and tests were computed
 

@@ -16,8 +16,8 @@ from qbench.text import for_markdown
 
 FORMATS = ("md", "tex", "csv")
 PAGE = (
-    "Scores of each checkpoint and precision, and what quantization lost against the same "
-    "checkpoint unquantized."
+    "This page compares each quantized precision with the same checkpoint unquantized: the scores "
+    "of both, what was lost, and whether the loss is significant."
 )
 
 
@@ -53,9 +53,13 @@ def table_files(
     for format in formats:
         text = render(comparison, format=format, published=published)
         if format == "md":
-            title, *lines = map(for_markdown, about(comparison))
+            folder, recipe = comparison.folder, comparison.grid.name
+            lines = about(comparison)
+            if folder != recipe:
+                lines[0] = f"{folder} (recipe {recipe}){lines[0].removeprefix(recipe)}"
+            title, *lines = map(for_markdown, lines)
             answer = "\n".join(f"- {for_markdown(line)}" for line in verdict(comparison))
-            text = "\n\n".join([f"# Results of {title}", PAGE, "  \n".join(lines), answer, text])
+            text = "\n\n".join([f"# Results in {title}", PAGE, "  \n".join(lines), answer, text])
         files[f"tables.{format}"] = text
     if comparison.seeds:
         files["seeds.csv"] = seeds_csv(comparison)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 from synthetic import make_store
@@ -133,7 +134,9 @@ def test_a_checkpoint_that_was_trained_once_is_shown_beside_the_first(tmp_path):
         tmp_path / "grid", checkpoints=names, quantizers=("bf16", "gptq-2bit"),
         sizes={"arc_easy": 50}, replicates=groups,
     )  # fmt: skip
-    text = table_files(compare(store), ("md",))["tables.md"]
+    comparison = replace(compare(store), folder="other")
+    text = table_files(comparison, ("md",))["tables.md"]
+    assert text.startswith("# Results in other (recipe grid): softmax (3 trainings);")
     titles = [line[4:] for line in text.splitlines() if line.startswith("### ")]
     assert titles == [
         "Precisions",
