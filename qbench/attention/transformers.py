@@ -122,11 +122,10 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             and SLOPES.name in parameters
             and query.shape[2] != key.shape[2]
         ):  # a static cache has memory for more keys: is the last one the last query's?
-            raise UnavailableError(
-                f"{normalizer} attention with ALiBi's slopes takes no 4-D mask of fewer queries "
-                "than keys, and cannot be compiled with a static cache, or with padding and a "
-                "cache; pass attention_mask [B, T], and generate without torch.compile"
-            )
+            why = "takes no 4-D mask of fewer queries than keys; pass attention_mask [B, T]"
+            if torch.compiler.is_compiling():
+                why = "cannot be compiled with a static cache, or padding and a cache; run without"
+            raise UnavailableError(f"{normalizer} attention with ALiBi's slopes {why}")
         triton = implementation == "triton"
         function = (kernels if triton else reference).attention
         if READ not in options and (cached := getattr(module, KV_CACHE, None)) is not None:

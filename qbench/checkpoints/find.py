@@ -159,8 +159,10 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     """Return ``config.json`` of an unquantized language model, or of a ``quantized`` one. Raises
     CheckpointError, naming the field, for any other file."""
     if not (folder / CONFIG).exists():
-        gguf = "; of GGUF files name one itself, as DIR/FILE.gguf" if quantized else ""
-        raise CheckpointError(f"no config.json in {folder}{gguf}")
+        gguf = "name the GGUF file itself, as DIR/FILE.gguf, or a folder with a config.json: "
+        raise CheckpointError(
+            f"{gguf}{folder} has none" if quantized else f"no config.json in {folder}"
+        )
     config = read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if quantized and not isinstance(quantization, dict):

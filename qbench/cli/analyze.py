@@ -67,11 +67,12 @@ def analyze(
     text: JSON Lines file to read. Default: the documents of the recipe's first task that scores
         whole texts, such as wikitext.
     field: Field of --text that holds the text. Default: text.
-    samples: Read the first N texts that are long enough.
+    samples: Read the first N texts that have at least --length tokens.
     length: Tokens of each text, from its beginning; more than the checkpoints' context shows where
         they break. Default: 512, or the shortest context of the checkpoints.
     bos: Begin each text with BOS, which counts.
-    only: Cells whose names match, quantized ones too. Default: the unquantized ones.
+    only: Analyze the cells whose names match one of these patterns, quantized ones too. Default:
+        the unquantized ones.
     sensitivity: Also quantize one linear layer at a time with this quantizer of the recipe, and
         measure the divergence.
     blocks: With --sensitivity: one decoder layer at a time.

@@ -87,7 +87,8 @@ def generation(
     prompt: Tokens of each.
     tokens: New tokens of each answer.
     batch_size: Prompts of HFLM's batches.
-    normalizer: Repeatable. Default: softmax and softpick.
+    normalizer: Time a model with this attention function. Repeatable. Default: softmax and
+        softpick.
     """
     bench = load("bench.generation")
     with quiet() as log:

@@ -39,8 +39,8 @@ def tables(
     ```
 
     Options:
-    format: What to print and write. md: the summary is printed, tables.md and tables.csv written.
-        tex: a fragment for LaTeX's input.
+    format: md: print the summary, write tables.md and tables.csv. csv: print and write tables.csv,
+        all numbers. tex: print and write tables.tex, tables for LaTeX's input.
     published: Also a paper's scores beside ours: softpick-340m, softpick-1.8b.
     against: Also what each precision loses against this one, by score.
     """

@@ -116,8 +116,8 @@ def train(
     seed: Train only with this seed. Repeatable. Default: the recipe's.
     tokens: Tokens of each run, instead of the recipe's.
     sequences: Sequences that a device takes at once; fewer need less memory.
-    out: Where checkpoints and records go. Default: training/NAME.
-    stop_after: Stop each run after this many steps, this time.
+    out: Where checkpoints and records go. Default: training/NAME, NAME being the recipe's name.
+    stop_after: Stop each run after this many further steps, counted from where it resumes.
     """
     loaded = TrainingRecipe.load(
         recipe,

@@ -59,7 +59,8 @@ def view(
     port: Port of the local server. Default: any free one.
     browser: Open the page in a browser.
     data: The run's --data. Default: that of a run of this machine, or the hub's.
-    definitions: The run's --definitions. Default: those of this machine's run, or lm-eval's.
+    definitions: Folder of task definitions, as given to the run. Default: the folder of the run on
+        this machine, or lm-eval's tasks.
     """
     for folder in folders:
         Store(folder).manifest()  # without results it is refused before anything is served

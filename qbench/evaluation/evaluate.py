@@ -505,7 +505,8 @@ def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
         raise EvaluationError(
             f"{task.name}: {int(bad.sum())} of {len(bad)} log-likelihoods are not numbers, the "
             f"first in document {int(likelihoods['document'].to_numpy()[bad][0])}; the model gives "
-            "NaN or infinite logits there, which no scoring mode can fix"
+            "NaN or infinite logits there, in any scoring mode; try another compute_dtype, or "
+            "leave the cell out"
         )
     for score in scores:
         if math.isnan(score.value):

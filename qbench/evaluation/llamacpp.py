@@ -425,8 +425,10 @@ class ExternalScorer(LM):
         try:
             return getattr(self.model, kind)(requests, disable_tqdm=True)
         except (Exception, SystemExit) as error:  # of the runtime, whatever it is
-            what = f"{type(self.model).__name__}.{kind}"
-            raise EvaluationError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+            raise EvaluationError(
+                f"lm-eval's {type(self.model).__name__}.{kind} failed ({type(error).__name__}: "
+                f"{first_line(error)}); see the log of its server, or lm-eval's documentation"
+            ) from error
 
     def report(self) -> ScoringReport:
         return ScoringReport(

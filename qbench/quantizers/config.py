@@ -80,11 +80,15 @@ def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) 
     names = list(names)
     for pattern in patterns:
         if not matching(names, (pattern,)):
-            parts = dict.fromkeys(p for name in names for p in name.split(".") if not p.isdigit())
             raise QuantizationError(
-                f"{what}: ignore: {pattern!r} matches no weight matrix; parts of their names are "
-                f"{', '.join(parts)}"
+                f"{what}: ignore: {pattern!r} matches no weight matrix; {name_parts(names)}"
             )
+
+
+def name_parts(names: Iterable[str]) -> str:
+    """Return a message's end that lists the parts of ``names``, which patterns can name."""
+    parts = dict.fromkeys(p for name in names for p in name.split(".") if not p.isdigit())
+    return f"parts of their names are {', '.join(parts)}"
 
 
 def alike(names: Iterable[str]) -> dict[str, list[str]]:

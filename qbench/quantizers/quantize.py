@@ -110,7 +110,7 @@ class Artifact:
         payload = self.path.read_bytes()
         about = verify_tensors(self.path, payload)
         if about["key"] != self.key:
-            raise ValueError("another key")
+            raise ValueError("it was made for another content key")
         return {name: tensor.to(device) for name, tensor in load(payload).items()}, about["note"]
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:

@@ -73,8 +73,8 @@ def connected(
         for worker, about in workers.items():
             if isinstance(about, BaseException):
                 raise UnavailableError(
-                    f"--cluster: worker {worker} cannot run qbench ({type(about).__name__}: "
-                    f"{about}); install the same on all workers"
+                    f"--cluster: install the same qbench and packages on worker {worker}, which "
+                    f"failed with {type(about).__name__}: {about}; for other errors see its log"
                 )
         gpus = {about["GPU"] for about in workers.values()} - {None}
         device = device or ("cuda" if gpus else "cpu")

@@ -61,7 +61,7 @@ def test_without_attn_impl_softmax_must_be_stated(tmp_path):
 
 def test_a_folder_of_gguf_files_needs_the_name_of_one(tmp_path):
     (tmp_path / "q4.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"no config\.json in .*; of GGUF files name one it"):
+    with pytest.raises(CheckpointError, match=r"name the GGUF file itself, .*: .* has none"):
         find(str(tmp_path), quantized=True)
 
 

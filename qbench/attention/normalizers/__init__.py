@@ -25,7 +25,8 @@ def register(normalizer: Normalizer) -> Normalizer:
     for parameter in normalizer.parameters if normalizer.kernels else ():
         if parameter.name not in normalizer.kernels.parameters:
             raise ValueError(
-                f"the kernels of {normalizer.name!r} do not take its parameter {parameter.name!r}"
+                f"the kernels of {normalizer.name!r} do not take its parameter {parameter.name!r}; "
+                "set kernels = None, so that the reference computes it, or remove the parameter"
             )
     return NORMALIZERS.add(normalizer.name, normalizer)
 

@@ -38,7 +38,10 @@ class ByCommand(LibraryMade):
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if not all(part in self.command for part in ("{model}", "{out}")):
-            raise RecipeError("command: must contain {model} and {out}")
+            raise RecipeError(
+                "command: must contain the placeholders {model} (input folder) and {out} (output "
+                "folder)"
+            )
         if shutil.which(self.package) is None:
             raise RecipeError(f"command: no program {self.package}; install it or give its path")
 

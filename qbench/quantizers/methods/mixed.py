@@ -10,7 +10,14 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field
 
 from qbench.errors import QuantizationError, RecipeError, some
-from qbench.quantizers.config import Shapes, WeightSettings, matching, pattern, settings
+from qbench.quantizers.config import (
+    Shapes,
+    WeightSettings,
+    matching,
+    name_parts,
+    pattern,
+    settings,
+)
 from qbench.quantizers.registry import config_of, register
 from qbench.records import UNQUANTIZED_BITS
 
@@ -58,6 +65,7 @@ class Mixed(WeightSettings):
     )  # fmt: skip
 
     def for_layer(self, name: str) -> WeightSettings | None:
+        """Return the settings of the first pattern that matches the layer ``name``, or None."""
         for names, chosen in self.layers:
             if matching([name], (names,)):
                 return replace(chosen, compute_dtype=self.compute_dtype)
@@ -91,8 +99,9 @@ class Mixed(WeightSettings):
         for names, chosen, mine in self.by_settings(shapes):
             if not mine:
                 raise QuantizationError(
-                    f"{self.name}: layers: {names!r} matches no linear layer (embeddings that "
-                    "share the LM head's matrix go by the LM head's name)"
+                    f"{self.name}: layers: {names!r} matches no linear layer that earlier patterns "
+                    "leave (embeddings that share the LM head's matrix go by the LM head's name); "
+                    f"{name_parts(shapes)}"
                 )
             chosen.check_layers(mine)
 
