@@ -40,8 +40,9 @@ def keep_memory() -> None:
 
 
 def _end(code: int) -> None:
-    """End this process at once with this exit code. Python's own end waits a second for libraries'
-    threads and garbage, or aborts."""
+    """Run exit functions, flush output (if that fails, code 0 becomes 1) and end this process with
+    exit code ``code``; after Ctrl-C kill its children first. Python's own end would wait a second
+    for libraries' threads and garbage, or abort."""
     if code == INTERRUPTED:
         # Kill all child processes but Python's resource tracker, which ends when it has tidied up
         with suppress(psutil.Error):

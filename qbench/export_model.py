@@ -106,7 +106,8 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
 
 
 def _text(path: Path | None, text: dict[str, Any]) -> CalibrationText:
-    """Return the calibration text at ``path`` with the settings ``text`` of a key."""
+    """Return the calibration text in the file ``path`` (required) with the settings ``text``: the
+    part of a record's key that describes its calibration."""
     assert path is not None, "a run with calibrated cells keeps the path of their text"
     return CalibrationText(
         path=path, digest=text["text"], samples=text["samples"], length=text["length"],

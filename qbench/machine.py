@@ -407,7 +407,8 @@ def broken_device() -> str | None:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Start processes in the body that never see Ctrl-C: their parent ends them."""
+    """Block Ctrl-C in this thread during the body. Processes that start there inherit the block;
+    their parent must end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

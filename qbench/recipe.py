@@ -828,8 +828,9 @@ def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
 
 
 def _one_off(changed: Overrides) -> Source:
-    """Return a recipe with the name and the checkpoints of ``changed``, to which the other options
-    are added. Raises RecipeError naming missing options."""
+    """Return a recipe that has only a name, made of the names of its checkpoints, and these names
+    without sources: the caller adds the rest from ``changed``. Raises RecipeError naming missing
+    options."""
     names = changed.checkpoints or changed.quantized
     given = {
         "--checkpoint NAME=FOLDER_OR_HUB_ID": names,

@@ -247,7 +247,7 @@ def contender(name: str, shape: Shape, variant: str) -> Run:
 
 
 def _torchs(backend: Any, shape: Shape) -> Run:
-    """Return a function that runs torch's causal attention with the SDPA ``backend``."""
+    """Return a function of (q, k, v): torch's causal attention with the SDPA ``backend``."""
     grouped = shape.kv_heads != shape.heads
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

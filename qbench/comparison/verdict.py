@@ -99,7 +99,7 @@ def ties(comparison: Comparison, checkpoint: str) -> list[list[str]]:
 
 def loss_text(losses: Losses | None, cell: str) -> str:
     """Return a cell's loss with its interval: ``0.29 [0.27, 0.31]``, ``+1.2 [−0.4, +2.8]``; the
-    mean alone if it has no interval."""
+    mean alone if it has no interval, "" if it was not measured."""
     if losses is None or cell not in losses.means:
         return ""
     answer = losses.cells[cell]
@@ -341,7 +341,8 @@ def _power(tested: Sequence[tuple[Row, Effect]]) -> str:
 
 
 def _effects(comparison: Comparison, contrast: str, group: str) -> Iterator[tuple[Row, Effect]]:
-    """Yield each row with an effect of this contrast and group, and the effect."""
+    """Yield (row, effect) of each row that has an effect of this contrast and group and is neither
+    redundant nor of the model's answers; rows over seeds if there are several."""
     for row in comparison.seeds or comparison.lines:
         answer = row.of(contrast).get(group)
         if answer is not None and not row.redundant and row.task != ANSWERS:

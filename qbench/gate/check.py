@@ -183,9 +183,9 @@ def require_same_data(cell: str, before: Record, after: Record) -> None:
 
 
 def changes(cells: Mapping[str, tuple[CellResults, CellResults]]) -> dict[CellScore, GateResult]:
-    """Return (cell, score) → the change of each score that baseline and new results have, on the
-    documents that both scored; without a test for its metric on the values as recorded. ``judge``
-    tests the changes."""
+    """Return (cell, score) → the change of each score that both sides have, over the documents that
+    both scored, or of the recorded values if its metric has no test. All are inconclusive until
+    ``judge`` decides."""
     by_name: dict[Name, dict[str, tuple[CellResults, CellResults]]] = defaultdict(dict)
     for cell, sides in cells.items():
         for name in sides[0].scores.keys() & sides[1].scores.keys():

@@ -135,7 +135,7 @@ def scale_of_tensor(low: Tensor, high: Tensor, form: QuantFormat) -> Scale:
 
 
 def stored(scale: Tensor, form: QuantFormat) -> Tensor:
-    """Return ``scale`` rounded to the dtype that it is stored in, as float32; NaN if infinite."""
+    """Return ``scale``, float32, rounded to float16 if the format stores it so; NaN if infinite."""
     kept = scale.to(torch.float16).float() if form.scale_dtype == "float16" else scale
     return kept + not_finite(kept)
 

@@ -122,7 +122,8 @@ def _measures(measured: Measured) -> dict[str, float | None]:
 
 
 def _kl_by_quantizer(analysis: Analysis, results: AnalysisResults) -> dict[str, float]:
-    """Return quantizer → KL divergence of the records with the same weights as ``analysis``."""
+    """Return quantizer → KL divergence of the quantized records with the same original weights as
+    ``analysis``; empty if ``analysis`` is of a quantized cell."""
     if analysis.precision.quantized:
         return {}
     kl_of = {

@@ -135,4 +135,5 @@ def _value(comparison: Comparison, row: Row, group: str) -> str:
 
 
 def _mean(values: Iterable[float | None], text: Callable[[float], str]) -> str:
+    """Return the mean of ``values`` as ``text`` formats it; ``NO_VALUE`` if any is None."""
     return NO_VALUE if None in (values := [*values]) else text(fmean(values))

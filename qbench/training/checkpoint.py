@@ -59,8 +59,8 @@ class Run:
 
     @property
     def settings_digest(self) -> str:
-        """Return the digest of everything that determines the weights. A state is resumed only if
-        its digest is equal."""
+        """Return the digest of the recipe's settings, the data, the normalizer and the seed. A
+        state is resumed only if its digest is equal; versions of libraries do not count."""
         parts = {
             "settings": self.recipe.settings(),
             "data": self.files.about.digest,

@@ -471,7 +471,7 @@ def tokenize(
     decontaminate: Path | None = None,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> AboutTokens:
-    """Write the folder ``out`` of token files; it must not exist.
+    """Write the token files to train on and held out for measuring to the new folder ``out``.
 
     ``tokenizer``: a folder or hub id that has one, or the number of entries of a new one, learned
     from the text. Each document becomes BOS, its text, EOS. Writing stops after ``most_tokens`` ids

@@ -61,6 +61,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
+        """Return the URL to open in a browser, with the access token in its path."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def payload(self, name: str) -> str:

@@ -341,7 +341,8 @@ class SlotLayer(DynamicLayer):
         return self.at.end if self.at.reading is None else self.at.end - self.at.first
 
     def shift(self, columns: int) -> None:
-        """Drop the first ``columns`` columns; the others move to the left."""
+        """Drop the first ``columns`` columns: the others move to the left; the last ``columns``
+        keep stale values."""
         for kept in (self.keys, self.values):
             kept[:, :, : -columns or None] = kept[:, :, columns:].clone()
 
@@ -426,7 +427,8 @@ class _Decoding:
             self._look([tokens], slots)
 
     def _read(self, prompts: list[Sequence[int]], slots: list[int]) -> Tensor:
-        """Return the first token after each prompt [slots]; prompts are padded on the left."""
+        """Read ``prompts``, longest first, into ``slots`` of the cache, padded on the left; return
+        the current token of every slot of the cache, the first after its prompt in ``slots``."""
         width = len(prompts[0])
         missing = [width - len(ids) for ids in prompts]
         ids = [[0] * count + list(row) for count, row in zip(missing, prompts, strict=True)]

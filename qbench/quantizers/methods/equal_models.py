@@ -21,7 +21,8 @@ KNOWN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
 def require_known(config: Mapping[str, Any], transform: str) -> None:
-    """Raise RecipeError, in the name of ``transform``, for a model of another class."""
+    """Raise RecipeError, naming ``transform``, if the ``model_type`` of ``config`` is not in
+    KNOWN."""
     kind = config.get("model_type")
     if kind not in KNOWN:
         raise RecipeError(
