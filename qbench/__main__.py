@@ -16,6 +16,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of malloc.h
 
 
 def main() -> None:
+    """Run the command line, and end the process with its exit code."""
     keep_memory()
     try:
         from qbench.cli.app import main as command

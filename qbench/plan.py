@@ -268,6 +268,7 @@ class Cell:
 
     @property
     def name(self) -> str:
+        """Return ``checkpoint/column``, which names the cell in results and messages."""
         return f"{self.checkpoint_name}/{self.label}"
 
     @property

@@ -37,6 +37,7 @@ class Registry(Generic[T]):
         self._things: dict[str, T] = {}
 
     def add(self, name: str, thing: T) -> T:
+        """Register ``thing`` under ``name``, and return it."""
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
             raise RecipeError(
                 f"{self.kind} {shown(name)}: a name is letters, digits and . _ + - only, at most 64"
@@ -47,6 +48,7 @@ class Registry(Generic[T]):
         return thing
 
     def get(self, name: str) -> T:
+        """Return the object registered under ``name``."""
         if name not in self._things:
             names = ", ".join(self._things) or "none; --plugin FILE registers one"
             raise RecipeError(f"unknown {self.kind} {name!r}; known: {names}")
@@ -74,6 +76,7 @@ class Plugin:
 
     @property
     def module(self) -> str:
+        """Return the name under which Python imports the file."""
         return PREFIX + re.sub(r"\W", "_", Path(self.name).stem)
 
 

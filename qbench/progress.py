@@ -9,7 +9,11 @@ Advance = Callable[[float, float], None]  # pieces of work that are done, and ho
 
 
 class Progress(Protocol):
-    """Receives the progress of cells: a display, or a connection to the process that has one."""
+    """Receives the progress of cells: a display, or a connection to the process that has one.
+
+    ``begin`` and ``end``: a cell begins and ends. ``stage``: its stage ``name`` begins, with
+    ``total`` pieces of work; ``advance``: ``completed`` of them are done. ``log``: a line to print.
+    """
 
     def begin(self, cell: str) -> None: ...
     def stage(self, cell: str, name: str, total: float | None = None) -> None: ...

@@ -475,6 +475,7 @@ SENSITIVITY = "sensitivity"
 
 
 def sensitivities(directory: Path) -> Analyses[Sensitivity]:
+    """Return the sensitivity records of the results folder ``directory``."""
     return Analyses(directory, Sensitivity, SENSITIVITY)
 
 

@@ -53,6 +53,7 @@ def bench_cells(
 
 
 def table(results: dict[str, Any]) -> str:
+    """Return the results as text: a line per cell with its speed and peak memory."""
     return bench.table(
         results["rows"],
         {"cell": ("cell", ""), "tokens/s": ("tokens_per_second", ".1f"),

@@ -62,6 +62,7 @@ class GateResult:
 
     @property
     def name(self) -> str:
+        """Return cell, task and metric, those that are not empty."""
         return " ".join(part for part in (self.cell, self.task, self.metric) if part)
 
 
@@ -79,6 +80,7 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
+        """Return fail if any comparison fails, else inconclusive if any is that, else pass."""
         outcomes = {gate.outcome for gate in self.gates}
         if "fail" in outcomes:
             return "fail"
@@ -90,6 +92,7 @@ class Verdict:
         return 0 if counted == "pass" else 1
 
     def count(self, outcome: Outcome) -> int:
+        """Return how many comparisons have this outcome."""
         return sum(gate.outcome == outcome for gate in self.gates)
 
 

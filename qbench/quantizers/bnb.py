@@ -127,6 +127,7 @@ def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
 
 
 def quantize(name: str, layer: nn.Linear, settings: Bnb4 | Bnb8) -> Tensors:
+    """Return the codes and scales of ``layer`` by bitsandbytes; ``name`` is not used."""
     weight = layer.weight.detach().contiguous()
     if isinstance(settings, Bnb8):
         codes, absmax, _ = functional.int8_vectorwise_quant(weight.half())
@@ -141,6 +142,7 @@ def quantize(name: str, layer: nn.Linear, settings: Bnb4 | Bnb8) -> Tensors:
 
 
 def from_packed(layer: nn.Linear, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn.Module:
+    """Return the bitsandbytes layer that computes ``layer`` with the weight in ``tensors``."""
     size, bias = (layer.in_features, layer.out_features), bias_of(layer)
     if isinstance(settings, Bnb8):
         with torch.device("meta"):
@@ -174,6 +176,7 @@ def from_packed(layer: nn.Linear, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn
 
 
 def unpack(module: nn.Module, settings: Bnb4 | Bnb8) -> PackedWeight | None:
+    """Return what a bitsandbytes layer stores; None for a module of another kind."""
     if isinstance(module, bitsandbytes.nn.Linear8bitLt):
         held = module.weight if module.weight.SCB is not None else module.state  # after a forward
         codes, absmax = held.CB, held.SCB

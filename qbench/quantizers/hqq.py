@@ -29,6 +29,7 @@ class Layer(HQQLinear):
 
 
 def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
+    """Return the codes, scales and zeros of ``layer`` by hqq. ``name`` is for messages."""
     weight = layer.weight.detach()
     quantized = HQQLinear.from_weights(
         weight, None, _config(settings), compute_dtype=weight.dtype, device=str(weight.device)
@@ -40,6 +41,7 @@ def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
 
 
 def from_packed(layer: nn.Linear, tensors: Tensors, settings: Hqq) -> nn.Module:
+    """Return the hqq layer that computes ``layer`` with the weight in ``tensors``."""
     config, dtype, device = _config(settings), layer.weight.dtype, str(tensors["codes"].device)
     module = Layer(None, config, compute_dtype=dtype, device=device, initialize=False)
     packing = Quantizer.bit_to_packing[settings.num_bits]
@@ -65,6 +67,7 @@ def from_packed(layer: nn.Linear, tensors: Tensors, settings: Hqq) -> nn.Module:
 
 
 def unpack(module: nn.Module, settings: Hqq) -> PackedWeight | None:
+    """Return what an hqq layer stores; None for a module of another kind."""
     if not isinstance(module, HQQLinear):
         return None
 

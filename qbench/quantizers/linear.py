@@ -85,6 +85,7 @@ class QuantizedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
+        """Return the dequantized table, computed at each access."""
         layer = self.layer
         return layer.dequantize() if hasattr(layer, "dequantize") else layer.weight
 

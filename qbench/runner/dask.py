@@ -191,6 +191,7 @@ class DaskExecutor(Executor):
                 self.client.unsubscribe_topic(topic)
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        """Call ``fn`` on a worker of the cluster; return its future."""
         if self.client.status != "running":
             raise LostExecutorError(LOST)
         payload = pickle.dumps((self.expected, self.tokens, pickle.dumps((fn, args, kwargs))))

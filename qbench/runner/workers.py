@@ -63,6 +63,7 @@ class SerialExecutor(Executor):
     """An executor that runs each call in this process when it is submitted."""
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        """Call ``fn`` now; return a future that has its result or exception."""
         future: Future = Future()
         try:
             if (problem := broken_device()) is not None:
@@ -73,6 +74,7 @@ class SerialExecutor(Executor):
         return future
 
     def listen(self, progress: Progress) -> AbstractContextManager[Progress]:
+        """Return a context with ``progress`` itself: cells run in this process."""
         return nullcontext(progress)
 
 
@@ -110,6 +112,7 @@ class Workers(Executor):
         self._threads = Threads(len(slots), thread_name_prefix="slot")
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        """Call ``fn`` in the next free process; return its future."""
         return self._threads.submit(self._call, fn, args, kwargs)
 
     def preload(self) -> None:

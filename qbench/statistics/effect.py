@@ -110,6 +110,7 @@ class Effect:
 
     @property
     def mark(self) -> str:
+        """Return ‡ if the effect is significant, else ""."""
         return "‡" if self.significant else ""
 
     def score_interval(self) -> tuple[float, float, float]:

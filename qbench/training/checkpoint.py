@@ -71,6 +71,7 @@ class Run:
 
     @property
     def state(self) -> Path:
+        """Return the path of the state from which the run resumes."""
         return self.folder / STATE / "last.safetensors"
 
     @property

@@ -264,6 +264,7 @@ class TrainingRecipe(Strict):
 
     @property
     def steps(self) -> int:
+        """Return the number of optimizer steps of a run; a last part of a step is left out."""
         return self.tokens // self.batch.tokens
 
     @property
@@ -273,6 +274,7 @@ class TrainingRecipe(Strict):
 
     @property
     def watched_length(self) -> int:
+        """Return how many tokens of each held-out text are watched."""
         return self.watch.length or min(512, self.model.context)
 
     def runs(self) -> list[tuple[str, int]]:

@@ -45,6 +45,7 @@ class Request:
 
     @property
     def scored(self) -> int:
+        """Return how many tokens are scored: those of the continuation."""
         return len(self.tokens) - self.context
 
     def inputs(self, max_length: int) -> list[int]:
@@ -315,6 +316,7 @@ class PaddedBatch(BatchPlan):
 
     @property
     def tokens(self) -> int:
+        """Return how many tokens a forward takes, padding included."""
         return len(self.groups) * self.length
 
     def collate(self, requests: Sequence[Request]) -> Batch:
@@ -366,6 +368,7 @@ class PrefixGroup:
 
     @property
     def tokens(self) -> int:
+        """Return how many tokens the prefix and all suffixes have."""
         return len(self.prefix) + sum(map(len, self.suffixes))
 
     @property
@@ -418,6 +421,7 @@ class Pack(BatchPlan):
 
     @property
     def tokens(self) -> int:
+        """Return how many tokens the row has."""
         return sum(group.tokens for group in self.groups)
 
     def collate(self, requests: Sequence[Request]) -> PackedBatch:

@@ -606,6 +606,7 @@ def relative_error(error_squared: float, norm_squared: float) -> float:
 
 
 def matrices_size(matrices: Iterable[Matrix]) -> int:
+    """Return the number of weights in all ``matrices``."""
     return sum(matrix.weight.numel() for matrix in matrices)
 
 

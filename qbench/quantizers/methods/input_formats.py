@@ -67,6 +67,7 @@ class RoundedInputs(Activations):
 
     @property
     def format(self) -> QuantFormat:
+        """Return the number format to which inputs are rounded."""
         if self.element in BLOCK_FORMATS:
             return BLOCK_FORMATS[self.element]
         in_groups = self.group_size != WHOLE_ROW

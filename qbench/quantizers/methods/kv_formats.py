@@ -55,6 +55,7 @@ class KVCache(Settings):
 
     @property
     def format(self) -> QuantFormat:
+        """Return the number format to which keys and values are rounded."""
         return QuantFormat(
             **number(self.element),
             strategy=self.scales if self.group_size == WHOLE_ROW else "group",

@@ -46,6 +46,7 @@ class LibraryMade(WeightSettings):
 
     @property
     def package(self) -> str:
+        """Return the library's name, as Python imports it."""
         return self.requirements[0].replace("-", "_")
 
     @property

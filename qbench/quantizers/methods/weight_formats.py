@@ -38,6 +38,7 @@ class RoundedWeights(WeightSettings):
 
     @property
     def format(self) -> QuantFormat:
+        """Return the number format of the codes and their scales."""
         return FORMATS[self.name]
 
     @property

@@ -72,6 +72,7 @@ class EvenlySpaced(GroupedIntegers):
 
     @property
     def format(self) -> QuantFormat:
+        """Return the number format of the codes and their scales."""
         strategy: Literal["token", "group"] = "token" if self.group_size == WHOLE_ROW else "group"
         return QuantFormat(num_bits=self.num_bits, symmetric=self.symmetric, strategy=strategy,
                            group_size=self.group_size)  # fmt: skip
