@@ -8,6 +8,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench.gate import baseline
 from qbench.gate.check import check
 from qbench.gate.verdict import GateResult
+from qbench.quantizers import bnb
 from qbench.store import Store
 
 RTN, GPTQ, HQQ = "softpick/rtn-4bit", "softpick/gptq-4bit", "softpick/hqq-3bit"
@@ -116,3 +117,22 @@ def test_a_skipped_layer_fails(gates_of, monkeypatch):
     assert gate.outcome == "fail"
     assert "not quantized" in gate.reason
     assert "model.layers.0" in gate.reason
+
+
+@pytest.mark.parametrize("kind", ["bnb-4bit", pytest.param("bnb-8bit", marks=pytest.mark.slow)])
+def test_bitsandbytes_layers_with_their_scales_rolled_fail(
+    bitsandbytes, tmp_path, monkeypatch, kind
+):
+    """The layers that run are changed, as by a kernel that reads another row's scales."""
+    path, held = bitsandbytes
+    cell = f"softpick/{kind}"
+    good = check(run_recipe(path, tmp_path / "same", monkeypatch, cell), held)
+    assert {gate.outcome for gate in good.gates if gate.cell == cell} == {"pass"}
+    whole = bnb.from_packed
+
+    def rolled(shape, tensors, settings):
+        return whole(shape, {**tensors, "absmax": tensors["absmax"].roll(1, dims=0)}, settings)
+
+    monkeypatch.setattr(bnb, "from_packed", rolled)
+    bad = check(run_recipe(path, tmp_path / "broken", monkeypatch, cell), held)
+    assert "fail" in {gate.outcome for gate in bad.gates if gate.cell == cell}

@@ -111,7 +111,7 @@ def require_folder_of_the_cell(quantizer, chosen, expected, words, tmp_path, dev
     line = export_model(store, record, tmp_path / "model", cache_folder(), chosen)
     assert line.startswith(f"base/mine: {expected}; weights: ")
     assert "artifact reused" in line or "from the cache" in line
-    assert f"loaded again, its logits {'' if words == EQUAL else 'are '}{words}" in line
+    assert f"loaded again, its logits {'' if words == EQUAL else 'differ by '}{words}" in line
     card = (tmp_path / "model" / "README.md").read_text()
     assert record.key in card
     assert record.audit.digest in card

@@ -23,6 +23,7 @@ from qbench.files import (
     file_digest,
     kept_digest,
     replacing,
+    require_folder,
     require_writable,
     save_tensors,
     temporary,
@@ -223,3 +224,15 @@ def test_every_module_that_a_cell_imports_while_it_computes_is_there_or_decides_
     }  # fmt: skip
     found = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert found - without_effect == set(SCORING)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_file_or_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch(0o444)
+    folder = tmp_path / "folder"
+    folder.mkdir(0o555)
+    for path in (tmp_path / "file", folder / "x", folder / "x" / "y"):
+        with pytest.raises(OutputError, match=r"read-only|Permission denied"):
+            require_writable(path)
+    with pytest.raises(OutputError, match="Permission denied"):
+        require_folder(folder)

@@ -163,3 +163,34 @@ def test_ctrl_c_ends_a_run_with_130_in_one_line_and_leaves_no_process(tmp_path):
     assert "Traceback" not in after
     assert STOPPED in after
     assert nobody_left(pid)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_no_process(tmp_path):
+    """No worker, no fork server, and not the process that frees their locks."""
+    path = small_recipe(tmp_path, evaluation={"limit": 200})
+    pid, terminal = started(path, tmp_path / "out", "--workers", "2")
+    assert "fp32: " in shown_until(terminal, "fp32: ")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert nobody_left(pid)
+    os.close(terminal)
+
+
+AT_ITS_END = """
+import sys, threading
+sys.argv = ["qbench", "--version"]
+threading.Thread(target=threading.Event().wait).start()  # as a library's that nobody ends
+import atexit; atexit.register(print, "cleaned up")
+from qbench.__main__ import main
+main()
+"""
+
+
+def test_a_command_ends_whatever_threads_its_libraries_left(tmp_path):
+    """Python would wait for them, and C++ abort the process."""
+    done = subprocess.run([sys.executable, "-c", AT_ITS_END], cwd=ROOT, capture_output=True,
+                          text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("qbench ")
+    assert done.stdout.splitlines()[1] == "cleaned up"

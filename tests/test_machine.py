@@ -121,3 +121,17 @@ def test_gpus_that_are_not_there_are_refused(nvml, gpus):
         machine.gpu_slots(gpus, None, "cuda")
     with pytest.raises(RecipeError, match="computes on the CPU"):
         machine.gpu_slots(gpus, None, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("bad"), "ValueError: bad (the traceback is in its log)"),
+        (SystemExit(3), "SystemExit: 3 (the traceback is in its log)"),
+    ],
+)
+def test_whatever_ends_a_cells_work_is_one_line(tmp_path, error, line):
+    def work():
+        raise error
+
+    assert machine.attempt(work, tmp_path / "log", "cpu") == line

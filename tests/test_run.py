@@ -144,3 +144,16 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     assert "run the unquantized cell again" in cell.damage.reason
     assert qbench(*options) == 0  # with room: both again
     assert Store(out).records()[1].damage.tasks
+
+
+@pytest.mark.slow
+def test_worker_processes_give_the_scores_of_one_process(tmp_path):
+    path = small_recipe(tmp_path)
+    alone, beside = tmp_path / "alone", tmp_path / "beside"
+    qbench("run", path, "--out", alone, "--device", "cpu", "--only", "softpick/*")
+    qbench("run", path, "--out", beside, "--device", "cpu", "--only", "softpick/*",
+           "--workers", "2", "--force")  # fmt: skip
+    assert Store(beside).records()[0].started > Store(alone).records()[-1].started
+    scores = [[record.scores for record in Store(out).records()] for out in (alone, beside)]
+    assert scores[0] == scores[1]
+    assert len(scores[0]) == 2

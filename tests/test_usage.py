@@ -1,8 +1,10 @@
 """Wrong use of the command line: one line that says where, what, and what to do."""
 
+import errno
 import inspect
 import re
 import shlex
+import sys
 
 import pytest
 
@@ -91,3 +93,17 @@ def test_every_command_has_examples_that_can_be_given_as_they_stand(names, tmp_p
         words = shlex.split(example.partition(">")[0])
         assert words[: len(names) + 1] == ["qbench", *names]
         command.make_context(" ".join(names), [*words[len(names) + 1 :]])
+
+
+def test_output_that_nobody_reads_ends_without_a_word(monkeypatch, capsys):
+    """As `qbench list tasks | head -1`."""
+
+    def closed(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(sys, "argv", ["qbench", "list", "tasks"])
+    monkeypatch.setattr("typer.echo", closed)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == ""

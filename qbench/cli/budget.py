@@ -140,7 +140,8 @@ def budget(
         run(recipe=path, overrides=Overrides(), out=folder, device=device)
     except typer.Exit as exit:
         ended = exit.exit_code
-    lines, paths = report(folder, results, [*map(label_of, further), *overrides.quantized])
+    compared = [*map(label_of, further), *(copy["label"] for copy in copies)]
+    lines, paths = report(folder, results, compared)
     for line in lines:
         typer.echo(line)
     show_written(paths)

@@ -3,6 +3,11 @@
 import io
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +25,8 @@ from qbench.runner.dask import connected, require_fit, requirements
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.store import Store
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -106,3 +113,48 @@ def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(
     done = set(re.findall(r"^(\S+): done \(", shown.getvalue(), re.MULTILINE))
     assert done == set(records) - failed
     assert not list(out.glob(".*.tmp"))
+
+
+@pytest.mark.slow
+def test_a_run_whose_client_is_killed_goes_on_from_its_records(tmp_path):
+    """On a scheduler and a worker that stay, with the client in another folder than theirs."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QBENCH_CACHE": str(tmp_path / "cache")}
+    quiet = {"env": environment, "cwd": tmp_path, "stdout": subprocess.DEVNULL,
+             "stderr": subprocess.DEVNULL}  # fmt: skip
+    file, out = tmp_path / "scheduler.json", tmp_path / "out"
+    start = "from distributed.cli.dask_{0} import main; main()"
+    without = f"import sys; sys.modules['qbench'] = None; {start}"  # Dask alone is enough there
+    dask = [
+        [sys.executable, "-W", "ignore", "-c", code.format(what), "--scheduler-file", file]
+        for what, code in (("scheduler", without), ("worker", start))
+    ]
+    scheduler = subprocess.Popen([*dask[0], "--dashboard-address", ":0", "--port", "0"], **quiet)
+    worker = subprocess.Popen([*dask[1], "--nthreads", "1", "--no-dashboard"], **quiet)
+    path = small_recipe(tmp_path, tasks=["demo_lastword"], evaluation={"limit": 20})
+    command = [sys.executable, "-m", "qbench", "run", path, "--cluster", file, "--out", out,
+               "--only", "softmax/*"]  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while not file.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        client = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE,
+                                  stdout=subprocess.DEVNULL, text=True)  # fmt: skip
+        for line in client.stderr:
+            if "softmax/rtn-4bit: " in line:
+                client.send_signal(signal.SIGKILL)
+                break
+        client.communicate()
+        assert client.returncode == -signal.SIGKILL
+        (finished, *_) = Store(out).records()
+        assert (finished.cell, finished.status) == ("softmax/fp32", "ok")
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
+                              timeout=200)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "softmax/fp32: already finished" in done.stderr
+        first, second = Store(out).records()
+        assert first == finished
+        assert (second.status, second.damage.status) == ("ok", "measured")
+    finally:
+        for process in (worker, scheduler):
+            process.terminate()
+            process.wait(30)

@@ -1,7 +1,6 @@
 """The audit of activations passes what is right and names what is not."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ from quantizer_models import calibration, check, llama, make, parse
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import activation_inputs, config_of, fake_quant
-from qbench.quantizers.config import QuantizationConfig
+from qbench.quantizers.config import QuantizationConfig, settings
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.methods.input_formats import Scaled
+from qbench.quantizers.methods.input_formats import RoundedInputs
 
 LAYER = "model.layers.1.mlp.up_proj"
 DYNAMIC = ("int8-token", "int4-token-asymmetric", "fp8-row", "mxfp4")
@@ -100,17 +99,17 @@ def test_rounding_that_is_a_little_wrong_is_caught(wrong, folder, monkeypatch):
     assert len([p for p in problems if "differ from their rounding to int8" in p]) == 14
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Undeclared(Scaled):
+@settings
+class Undeclared(RoundedInputs):
     """Says nothing of what its scale sees."""
 
     batch_invariant = True
 
 
 def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypatch):
-    monkeypatch.setattr(Undeclared, "__module__", Scaled.__module__)  # whose functions it has
+    monkeypatch.setattr(Undeclared, "__module__", RoundedInputs.__module__)
     chosen = QuantizationConfig(
-        activations=Undeclared(num_bits=8, type="int", per="tensor"), dtype="float32"
+        activations=Undeclared(element="int8", per="tensor"), dtype="float32"
     )
     report = check(make(chosen, folder), chosen)
     future, mates = report.problems
@@ -155,7 +154,7 @@ def test_clipping_is_measured(folder):
 
 def test_groups_that_do_not_divide_a_layer_are_for_the_others_where_it_is_left_out(folder):
     stated = {"name": "int8-token", "group_size": 64}
-    with pytest.raises(QuantizationError, match=r"down_proj \(160\); without group_size"):
+    with pytest.raises(QuantizationError, match=r"groups of 64 .*down_proj \(160\)"):
         make(of(stated), folder)
     chosen = of({**stated, "ignore": ["down_proj"]})
     assert check(make(chosen, folder), chosen).problems == ()
@@ -180,3 +179,11 @@ def test_inputs_that_overflow_on_calibration_text_are_named():
         model.get_submodule(LAYER).weight.fill_(3e38)  # finite, as weights must be
     with pytest.raises(QuantizationError, match="down_proj: its inputs on calibration"):
         activation_inputs.calibrate(model, chosen, calibration(), lambda what, done: None)
+
+
+def test_an_attention_that_sees_the_future_fails_the_cell():
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    problems = check(model, parse("fp32")).problems
+    assert any(p.startswith("changing later tokens changes earlier logits") for p in problems)

@@ -1,9 +1,11 @@
 """Quantized weights on disk: reused, told apart, checked, and made by one process at a time."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +130,22 @@ def test_what_a_killed_process_left_half_made_is_no_artifact_and_is_removed(tmp_
     assert make_with_detail(chosen, tmp_path)[1] == "round to nearest"
     assert not own.exists()
     assert not other.exists()
+
+
+def _make(root, start, details):
+    start.wait(20)
+    details.put(make_with_detail(settings("hqq-2bit"), Path(root))[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_processes_quantize_the_same_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, details = context.Event(), context.Queue()
+    both = [context.Process(target=_make, args=(str(tmp_path), start, details)) for _ in range(2)]
+    for process in both:
+        process.start()
+    start.set()
+    found = sorted(details.get(timeout=60) for _ in both)
+    for process in both:
+        process.join()
+    assert found == ["artifact reused: hqq", "hqq"]

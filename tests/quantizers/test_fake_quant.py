@@ -9,7 +9,13 @@ from qbench.quantizers import packed
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence
-from qbench.quantizers.fake_quant import KVFakeQuant, fake_quantize, nearest, scale_of_tensor
+from qbench.quantizers.fake_quant import (
+    KVFakeQuant,
+    encode,
+    fake_quantize,
+    nearest,
+    scale_of_tensor,
+)
 from qbench.quantizers.formats import ELEMENTS, QuantFormat
 from qbench.quantizers.registry import settings_of
 
@@ -234,3 +240,11 @@ def test_a_weight_inside_the_grid_moves_half_a_step_at_most(bits, symmetric, siz
     moved = ((codes - zero) * scale - weight).abs()
     assert inside.float().mean() > 0.5
     assert bool((moved <= scale * 0.5001)[inside].all())
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_codes_times_scales_are_what_is_simulated(name):
+    x = draw(9, 64)
+    for form in (FORMATS[name], of_tensor(FORMATS[name], dynamic=True)):
+        codes, scale = encode(x, form)
+        assert torch.equal(codes.float() * scale, fake_quantize(x, form))

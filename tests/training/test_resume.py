@@ -146,7 +146,7 @@ def test_a_finished_runs_damaged_files_are_named_and_made_again(tmp_path, train,
     assert find(str(folder)).training.seed == 3
     path.write_bytes(changed)
     if file in ("config.json", "training.json"):
-        with pytest.raises(CheckpointError, match=rf"{file}: not what "):
+        with pytest.raises(CheckpointError, match=rf"{file}: changed after training"):
             find(str(folder))
 
 

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from qbench.errors import DataError, RecipeError
+from qbench.errors import DataError, OutputError, RecipeError
 from qbench.training.data import (
     documents,
     evaluation_ngrams,
@@ -192,3 +192,14 @@ def test_no_source_is_read_once_there_are_enough_tokens(tmp_path, tokenizer_fold
     assert [source.name for source in about.sources] == ["a.txt"]
     longest = about.train.tokens // about.train.documents
     assert 100 <= about.train.tokens < 100 + longest
+
+
+def test_a_full_disk_is_told_in_a_line(tmp_path, tokenizer_folder, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("qbench.training.data._encoded", full)
+    source, out = separated(tmp_path), tmp_path / "out"
+    with pytest.raises(OutputError, match=r"out: cannot be written \(No space left on device\)"):
+        tokenize([str(source)], out, tokenizer=str(tokenizer_folder))
+    assert sorted(tmp_path.iterdir()) == [source]
