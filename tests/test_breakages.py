@@ -119,6 +119,20 @@ def test_a_skipped_layer_fails(gates_of, monkeypatch):
     assert "model.layers.0" in gate.reason
 
 
+@pytest.fixture(scope="module")
+def bitsandbytes(tmp_path_factory):
+    """A recipe with bitsandbytes' layers, and the baseline of its results."""
+    folder = tmp_path_factory.mktemp("bnb")
+    path = small_recipe(
+        folder, **ONE, quantizers=["fp32", "bnb-4bit", "bnb-8bit"],
+        evaluation={"damage": False, "limit": 4},
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        store = run_recipe(path, folder / "good", monkeypatch)
+    baseline.make(store, folder / "baseline.tar.xz")
+    return path, folder / "baseline.tar.xz"
+
+
 @pytest.mark.parametrize("kind", ["bnb-4bit", pytest.param("bnb-8bit", marks=pytest.mark.slow)])
 def test_bitsandbytes_layers_with_their_scales_rolled_fail(
     bitsandbytes, tmp_path, monkeypatch, kind
