@@ -12,7 +12,7 @@ import psutil
 
 from qbench.errors import INTERRUPTED, STOPPED
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def main() -> None:
@@ -31,13 +31,12 @@ def main() -> None:
 
 
 def keep_memory() -> None:
-    """Have glibc keep freed blocks of up to 64 MiB for the next arrays, of all threads in one heap:
-    the tests of a large results folder take three times as long if each array is mapped anew."""
+    """Have glibc keep freed blocks of up to 64 MiB for NumPy's next arrays: the tests of a large
+    results folder take three times as long if each array is mapped anew."""
     with suppress(OSError, AttributeError):  # other C libraries have no such settings
         mallopt = ctypes.CDLL(None).mallopt
-        settings = {M_MMAP_THRESHOLD: 2**26, M_TRIM_THRESHOLD: 2**28, M_ARENA_MAX: 1}
-        for setting, value in settings.items():
-            mallopt(setting, value)
+        for setting, size in {M_MMAP_THRESHOLD: 2**26, M_TRIM_THRESHOLD: 2**28}.items():
+            mallopt(setting, size)
 
 
 def _end(code: int) -> None:

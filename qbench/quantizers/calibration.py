@@ -29,7 +29,7 @@ from qbench.quantizers.texts import CalibrationText, draw_windows
 from qbench.streaming import Stop, decoder_blocks, free_gpu_bytes, offload, offload_device
 
 CORES = torch.get_num_threads()  # of this process, before quantizing sets it to one
-PRODUCT_ROWS = 1024  # that a CPU multiplies at once in bfloat16: more leave a core's cache
+PRODUCT_ROWS = 2048  # that a CPU multiplies at once in bfloat16: more leave a core's cache
 Call = Callable[[Tensor], Any]  # of a block on hidden states
 
 
@@ -420,13 +420,14 @@ def _product(x: Tensor) -> Tensor:
     if x.is_cuda:
         x = x.float()
         return x.T @ x
-    width, bf16 = x.shape[1], x.dtype == torch.bfloat16
-    product, step = torch.empty(width, width), 768 if bf16 else max(256, -(-width // 4))
-    parts = x.split(PRODUCT_ROWS) if bf16 else [x]
+    if x.dtype == torch.bfloat16 and len(x) > PRODUCT_ROWS:
+        return reduce(Tensor.add_, map(_product, x.split(PRODUCT_ROWS)))
+    x = x.float()
+    width = x.shape[1]
+    product, step = x.new_empty(width, width), max(256, -(-width // 4))
     for start in range(0, width, step):
         strip = slice(start, start + step)
-        right = (part[:, start:].float() for part in parts)
-        rows = reduce(Tensor.add_, (each[:, :step].T @ each for each in right))
+        rows = x[:, strip].T @ x[:, start:]
         product[strip, start:], product[start:, strip] = rows, rows.T
     return product
 
