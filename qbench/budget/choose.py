@@ -149,10 +149,10 @@ def smaller_groups(
             size = getattr(chosen, "group_size", None) or 0
             for group in (size, *(g for g in SMALLER_GROUPS if g < size and size % g == 0)):
                 each = replace(chosen, group_size=group) if size else chosen
-                stated = sum(_stated_bits(each, shape) for shape in inside) + sizes.others[1]
+                total_bits = sum(_stated_bits(each, shape) for shape in inside) + sizes.others[1]
                 name = choice.replace(f"group_size={size}", f"group_size={group}")
-                wide = each.num_bits, stated, name, each
-                if stated / numbers <= budget:
+                wide = each.num_bits, total_bits, name, each
+                if total_bits / numbers <= budget:
                     widest[family] = max(widest.get(family, wide), wide)
         further |= {name: each for *_, name, each in widest.values()}
     return {name: each for name, each in further.items() if name not in settings}

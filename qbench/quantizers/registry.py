@@ -218,8 +218,8 @@ def _keyed(kind: str, value: Any, compute_dtype: str) -> Settings:
         (name, given), *more = _split(name + colon + rest)
         part = settings_of(name, {**given, **options}, compute_dtype=compute_dtype)
         if more or part.kind not in (kind, "unquantized" if kind == "weights" else kind):
-            known = ", ".join(method.name for method in methods(kind))
-            raise RecipeError(f"{shown(value)} is no method for {kind}; known: {known}")
+            names = ", ".join(method.name for method in methods(kind))
+            raise RecipeError(f"{shown(value)} is no method for {kind}; known: {names}")
     except RecipeError as error:
         raise RecipeError(f"{kind}: {error}") from None
     return part
