@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from qbench.errors import RecipeError
-from qbench.machine import redirected
 from qbench.quantizers.config import Shapes, WeightSettings, alike
 from qbench.quantizers.registry import METHODS, config_of
 from qbench.recipe import label_of
@@ -167,14 +164,13 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
     bits, kl = np.array([costs.options[name][choice] for name, choice in items]).T
     once = csr_array((np.ones(len(items)), ([rows[name] for name, _ in items], range(len(items)))))
     room = bits_per_weight - costs.others[1] / costs.numbers
-    with redirected(Path(os.devnull)):  # the solver prints
-        result = milp(
-            kl * 1e6 / max(kl.max(), 1e-30),  # its tolerances are absolute
-            constraints=[LinearConstraint(once, 1, 1),
-                         LinearConstraint(bits[None] / costs.numbers, ub=room)],
-            integrality=np.ones(len(items)), bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 1e-7, "time_limit": 120},
-        )  # fmt: skip
+    result = milp(
+        kl * 1e6 / max(kl.max(), 1e-30),  # its tolerances are absolute
+        constraints=[LinearConstraint(once, 1, 1),
+                     LinearConstraint(bits[None] / costs.numbers, ub=room)],
+        integrality=np.ones(len(items)), bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 1e-7, "time_limit": 120},
+    )  # fmt: skip
     if result.x is None:
         raise RecipeError(
             f"--bits {bits_per_weight:.4g}: the solver found no choice ({result.message}); "

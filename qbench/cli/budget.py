@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from qbench.cli.options import DeviceOption, Out, RecipeOrOptions
 from qbench.cli.run import load_launcher, run
 from qbench.errors import RecipeError, shown
 from qbench.files import cache_folder, require_folder
-from qbench.machine import terminal
+from qbench.machine import free, redirected, terminal
 from qbench.plan import Plan, find_calibration
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.registry import config_of, split_commas
@@ -123,6 +124,7 @@ def budget(
     with (
         tempfile.TemporaryDirectory() as scratch,
         terminal() as screen,
+        redirected(Path(os.devnull)),
         Display(screen, 1) as display,
     ):
         results, entries = search(
@@ -130,6 +132,7 @@ def budget(
             source=source, windows=texts, length=min(length, source.length), include=included,
             cache=cache_folder(), progress=display,
         )  # fmt: skip
+    free(launcher.device)  # cells run in processes of their own
     labels = {entry["label"] for entry in entries}  # a peer may be the uniform column
     entries += [peer for peer in further if label_of(peer) not in labels]
     path = folder / "recipe.yaml"
