@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from qbench import bench
 from qbench.bench import timed
@@ -21,6 +24,19 @@ from qbench.store import Store
 PROMPT, WARM_UP = 128, 8  # tokens
 
 
+class TokenTimes:
+    """A streamer for transformers' ``generate``: keeps when it has the prompt and each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:  # on the CPU: the GPU is done with them
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing, at the end of the answer."""
+
+
 def bench_cells(
     store: Store,
     records: Sequence[Record],
@@ -31,7 +47,10 @@ def bench_cells(
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Time one greedy answer of ``tokens`` new tokens to a prompt of ``PROMPT``, batch size 1, by
-    each cell of ``records``. Returns the environment and a row per cell; ``log`` gets its line."""
+    each cell of ``records``. Returns the environment and a row per cell; ``log`` gets its line.
+
+    Tokens/s are those of the median token after the first: what is compiled, allocated or computed
+    by others meanwhile slows some of them. ``quartiles`` of tokens/s tell how evenly it ran."""
     rows = []
     for record in records:
         try:
@@ -44,9 +63,12 @@ def bench_cells(
             measured.model.generate, ids, attention_mask=torch.ones_like(ids), do_sample=False
         )
         answer(min_new_tokens=WARM_UP, max_new_tokens=WARM_UP)
-        _, spent = timed(device, partial(answer, min_new_tokens=tokens, max_new_tokens=tokens))
-        row = {"cell": record.cell, **spent, "tokens_per_second": tokens / spent["seconds"]}
-        log(f"{row['cell']}: {row['tokens_per_second']:.1f} tokens/s")
+        new_tokens = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+        streamer = TokenTimes()
+        _, spent = timed(device, partial(answer, streamer=streamer, **new_tokens))
+        low, middle, high = 1 / np.quantile(np.diff(streamer.times[1:]), (0.75, 0.5, 0.25))
+        row = {"cell": record.cell, **spent, "tokens_per_second": middle, "quartiles": [low, high]}
+        log(f"{row['cell']}: {middle:.1f} tokens/s [{low:.1f}, {high:.1f}]")
         rows.append(row)
     sizes = {"prompt": PROMPT, "tokens": tokens, "batch_size": 1}
     return {**sizes, "environment": environment(device, LIBRARIES).model_dump(), "rows": rows}

@@ -154,7 +154,7 @@ def command(
 def cells(
     folder: Folder,
     only: Only = None,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens of the answer.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of the answer.")] = 64,
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:

@@ -24,4 +24,6 @@ class ParoQuant(LibraryMade, GroupedIntegers):
 
 def make(model: Path, out: Path, texts: Texts, settings: ParoQuant) -> None:
     epochs = dict.fromkeys(("opt_rotation_epochs", "opt_finetune_epochs"), settings.epochs)
-    run(model, out, texts, settings, method="paroquant", **epochs)
+    # its kernel rotates groups of 128; without it the library would train group by group
+    fused = settings.group_length(0) == 128
+    run(model, out, texts, settings, method="paroquant", opt_fused_rotation=fused, **epochs)
