@@ -386,16 +386,27 @@ def _hessian(inputs: Sequence[Tensor], at_once: int) -> Tensor | None:
     """Return 2/n Σ xᵀ x over the n tokens of all ``inputs`` [tokens, in], added in their order;
     None if there are none. At most ``at_once`` products are computed and held at a time."""
     total, tokens = None, sum(map(len, inputs))
+    with _exact_products(*inputs[:1]):
+        for product in _products(inputs, at_once):
+            total = product if total is None else total.add_(product)
+    return total.mul_(2 / tokens) if tokens else None
+
+
+def _products(inputs: Sequence[Tensor], at_once: int) -> Iterator[Tensor]:
+    """Yield xᵀ x of each x in order, ``at_once`` computed at a time. Only several at a time run in
+    threads: on a GPU, which computes one, cuBLAS warns of a new thread without a CUDA context."""
+    if at_once == 1:
+        yield from map(_product, inputs)
+        return
     threads = torch.set_num_threads, (torch.get_num_threads(),)
     running: deque[Future[Tensor]] = deque()
-    with _exact_products(*inputs[:1]), ThreadPoolExecutor(at_once, "product", *threads) as pool:
-        for number in range(len(inputs) + at_once):
-            if number >= at_once and running:
-                product = running.popleft().result()
-                total = product if total is None else total.add_(product)
-            if number < len(inputs):
-                running.append(pool.submit(_product, inputs[number]))
-    return total.mul_(2 / tokens) if tokens else None
+    with ThreadPoolExecutor(at_once, "product", *threads) as pool:
+        for x in inputs:
+            if len(running) == at_once:
+                yield running.popleft().result()
+            running.append(pool.submit(_product, x))
+        while running:
+            yield running.popleft().result()
 
 
 @contextmanager
