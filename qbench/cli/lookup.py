@@ -81,7 +81,7 @@ def model_table() -> str:
 Row = tuple[str, str]
 ABOUT = {
     "unquantized": "weights in a dtype",
-    "weights": "of linear layers",
+    "weights": "of linear layers; here, on a CPU or a GPU, unless a line says otherwise",
     "transform": "changes the model to an equal one that is easier to quantize",
     "activations": "inputs of linear layers, without the LM head",
     "kv_cache": "keys and values that attention reads; under the key kv_cache without kv-",

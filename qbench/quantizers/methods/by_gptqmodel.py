@@ -34,14 +34,11 @@ class ByGptqmodel(LibraryMade, GroupedIntegers):
     method: Literal["gptaq", "awq", "exl3"]
     title = property(lambda self: self.method.upper())
     needs_gpu = property(lambda self: self.method == "exl3")
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        return (128, 128) if self.method == "exl3" else super().blocks
+    blocks = property(lambda self: (128, 128) if self.method == "exl3" else super().blocks)
 
 
 def make(model: Path, out: Path, texts: Texts, settings: ByGptqmodel | GptqByGptqmodel) -> None:
-    options: dict[str, Any] = dict(OPTIONS.get(settings.method, {"method": settings.method}))
+    options: dict[str, Any] = OPTIONS.get(settings.method, {"method": settings.method})
     if isinstance(settings, GptqByGptqmodel):
         order = {"act_group_aware": settings.order == "group-aware", "desc_act": settings.desc_act}
         options = {"sym": settings.symmetric, **order}
@@ -54,8 +51,8 @@ def run(model: Path, out: Path, texts: Texts, settings: GroupedIntegers, **optio
     os.environ |= {"GPTQMODEL_CPU_WORKERS": "2", "GPTQMODEL_DISABLE_PACK_EXT": "1"}
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
-    options |= {} if settings.method == "exl3" else {"group_size": settings.group_length(0) or -1}
-    library = GPTQModel.load(str(model), QuantizeConfig(bits=settings.num_bits, **options))
+    options |= {"bits": settings.num_bits, "group_size": settings.group_length(0) or -1}
+    library = GPTQModel.load(str(model), QuantizeConfig(**options))
     # of AWQ's kernels the others are compiled for minutes, or need a GPU
     backend = BACKEND.AWQ_TORCH if settings.method == "awq" else BACKEND.AUTO
     size = max(1, 16_384 // texts.shape[1])  # its own work per layer and batch takes milliseconds
