@@ -84,9 +84,9 @@ def plan(recipe: Recipe, device: str = "auto", only: str | None = None) -> Plan:
     """Return the plan of ``recipe``: its cells, each with the key of all that can change its
     scores.
 
-    ``device`` is "auto", "cpu" or "cuda". ``only`` is a glob over names of cells: the plan has all
-    cells, and these must be able to run. Nothing is loaded or run. Raises QbenchError for what
-    cannot work.
+    ``device`` is "auto", "cpu" or "cuda". ``only``: globs over names of cells, separated by commas.
+    The plan has all cells; only those that match (None: all) must be able to run. Nothing is loaded
+    or run. Raises QbenchError for what cannot work.
     """
     return plan_on(recipe, device=choose_device(device), only=only)
 

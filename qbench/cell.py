@@ -76,7 +76,9 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
     """Load, quantize, audit and score one cell into ``result``.
 
     ``cache`` keeps quantized weights, the unquantized model's hidden states and finished tasks,
-    which are not scored again unless ``reuse`` is false.
+    which are not scored again unless ``reuse`` is false. ``store`` is only read: the unquantized
+    cell's record. A task that fails is named in ``result`` and the others are kept. Raises
+    QbenchError if none is left, or if the cell cannot be loaded, quantized or audited.
     """
     cell, plan = result.cell, result.plan
     result.progress.stage(cell.name, "prepare")

@@ -28,7 +28,7 @@ NOT_KNOWN = "N/A"  # lm-eval's word for it
 
 def write_lm_eval(store: Store, record: Record, folder: Path) -> list[Path]:
     """Write ``<checkpoint>__<quantizer>/results_<date>.json`` and ``samples_<task>_<date>.jsonl``
-    below ``folder``. Samples lack the documents' texts, which records do not keep."""
+    below ``folder``. Samples lack the documents' texts. Raises DamagedError for damaged tables."""
     place = folder / f"{record.checkpoint}__{record.quantizer}"
     date = record.finished.strftime("%Y-%m-%dT%H-%M-%S.%f")
     files = {f"results_{date}.json": json.dumps(results(record), indent=2) + "\n"}
@@ -89,8 +89,9 @@ def results(record: Record) -> dict[str, Any]:
 
 
 def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield one task's documents as lm-eval logs them, one per document and filter: responses, and
-    metrics by name."""
+    """Yield one task's documents with lm-eval's keys of samples, one per document and filter:
+    responses, and metrics by name, as [value, weight] if the weight is not 1. ``doc``, ``target``
+    and ``arguments`` are empty: records do not keep texts."""
     given: dict[int, list[Any]] = {}
     for answer in responses.sort_values("request", kind="stable").itertuples(index=False):
         given.setdefault(answer.document, []).append(answer)

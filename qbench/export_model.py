@@ -184,9 +184,15 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
         what = f"the format {chosen}" if chosen else "no format"
         raise UnavailableError(f"{config.name}: {what} can{'not' * bool(chosen)} hold it{remedy}")
     if any(isinstance(module, Experts) for module in model.modules()):
-        raise UnavailableError(f"{config.name}: no format holds experts split into linear layers")
+        raise UnavailableError(
+            f"{config.name}: no format holds experts that the model's class keeps as one tensor; "
+            "make the copy with another library and score it with --quantized LABEL=DIR"
+        )
     if isinstance(model.get_input_embeddings(), QuantizedEmbedding):
-        raise UnavailableError(f"{config.name}: no format holds quantized embeddings")
+        raise UnavailableError(
+            f"{config.name}: no format holds quantized embeddings; leave them out of layers "
+            "(qbench budget: out of --include)"
+        )
     model.config.dtype = getattr(torch, config.compute_dtype)
     measured.tokenizer.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)

@@ -743,7 +743,8 @@ def scoring_settings(
     lengths = [n for n in (evaluation.max_length, checkpoint.max_length) if n is not None]
     if not lengths:
         raise RecipeError(
-            "evaluation.max_length: the checkpoint states no context length; set max_length"
+            f"evaluation.max_length: {checkpoint.source} states no context length; set max_length, "
+            "in tokens (evaluation: {max_length: 2048})"
         )
     mode = ONE_WAY.get(quantization.runtime, evaluation.scoring)
     if mode == "auto":

@@ -80,7 +80,8 @@ class Source:
         return str(self.path)
 
     def replace(self, value: Any, *location: str) -> None:
-        """Set the value of ``part`` or ``part.key``; messages then name no line for it."""
+        """Set the value of ``part`` or ``part.key``; messages then name no line for it. Raises
+        RecipeError for ``part.key`` if ``part`` is not a mapping."""
         part, *key = location
         if key:
             before = self.values.get(part) or {}

@@ -259,8 +259,9 @@ class Records(Generic[R]):
             return None
 
     def put_manifest(self, manifest: Any, log: LogLine | None = None) -> Any:
-        """Write ``manifest`` and return the one that it replaces; raises as
-        :meth:`manifest_before`. Remove what killed processes left in the folder."""
+        """Write ``manifest``; return the one that it replaces: None if there was none or it was
+        damaged (``log`` says so). Raises NewerSchemaError, before writing, if a newer qbench wrote
+        it. Also remove what killed processes left in the folder."""
         with self._lock():
             before = self.manifest_before(log)
             clean_temporaries(self.directory)
@@ -561,10 +562,9 @@ class Sources:
 
 def keep_sources(cache: Path, manifest: RunManifest, sources: Sources) -> None:
     """Remember the ``sources`` of the run with this manifest, for ``qbench view`` and ``qbench
-    export``.
+    export``; if the cache cannot be written, both need --data and --definitions.
 
-    They are in the cache, not in the results: those may come from another person, and definitions
-    may hold code.
+    They are not in the results: those may come from another person, and definitions may hold code.
     """
     with suppress(OutputError):
         write_atomically(_sources_file(cache, manifest), TypeAdapter(Sources).dump_json(sources))
@@ -588,7 +588,7 @@ def _sources_file(cache: Path, manifest: RunManifest) -> Path:
 # those of its scored tokens, and one with the LM head under a key without tasks; beside each its
 # digest. ``evaluation.kl_observer`` says what is in them.
 
-REMEDY = "run the unquantized cell again"
+REMEDY = "run again without --only: the unquantized cell is then made anew"
 
 
 def baseline_file(cache: Path, key: str) -> Path:
@@ -613,4 +613,4 @@ def verify_baseline(path: Path, key: str) -> None:
     except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
     if about.get("key") != key:
-        raise ResultsError(f"{path}: belongs to another cell than {key[:KEY_DIGITS]}; {REMEDY}")
+        raise ResultsError(f"{path}: of another cell than key {key[:KEY_DIGITS]}; {REMEDY}")

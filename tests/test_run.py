@@ -141,7 +141,7 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     base, cell = Store(out).records()
     assert (base.status, cell.status) == ("ok", "ok")
     assert base.scores
-    assert "run the unquantized cell again" in cell.damage.reason
+    assert "the unquantized cell is then made anew" in cell.damage.reason
     assert qbench(*options) == 0  # with room: both again
     assert Store(out).records()[1].damage.tasks
 

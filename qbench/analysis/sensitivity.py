@@ -20,6 +20,10 @@ from qbench.metrics import perplexity
 from qbench.records import UnitSensitivity
 
 ROWS = 2048  # of logits at once
+NOT_FINITE = (
+    "if quantized, the model's logits are NaN or infinite; name these layers in ignore, or leave "
+    "the quantizer out"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +83,8 @@ class Baseline:
     @torch.inference_mode()
     def losses(self, name: str, modules: Mapping[str, nn.Module]) -> np.ndarray:
         """Return the KL divergence and the rise of the loss of each text, float64 [2, N] in nats
-        per token, with ``modules`` in the model's places. ``name`` begins the error message. Raises
-        EvaluationError if the changed model's logits are not numbers."""
+        per token, with ``modules`` in the model's places. Raises EvaluationError, whose message
+        begins with ``name``, if the changed model's logits are not numbers."""
         texts = []
         with exchanged(self.model, modules):
             head = LMHead(self.model, plain=self.head.plain)  # may be one of ``modules``
@@ -91,7 +95,7 @@ class Baseline:
                     texts.append(differences.double().mean(1))
         values = torch.stack(texts, 1).cpu().numpy()
         if not np.isfinite(values[0]).all():
-            raise EvaluationError(f"{name}: if it is quantized, the model's logits are NaN")
+            raise EvaluationError(f"{name}: {NOT_FINITE}")
         return values
 
     def _batches(self) -> Iterator[Tensor]:

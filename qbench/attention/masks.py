@@ -88,8 +88,9 @@ class Mask:
 
 
 def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
-    """Return the mask function to register with transformers' AttentionMaskInterface for
-    ``implementation``, ``reference`` or ``triton``."""
+    """Return the mask function to register with transformers' AttentionMaskInterface. For "triton"
+    the Mask says as bounds and windows whatever it can; for any other name it is dense when read.
+    It returns None for plain causality, and may return a dense Tensor to torch.compile."""
 
     def mask(
         batch_size: int,

@@ -102,7 +102,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def check(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None = None
 ) -> None:
-    """Raise ValueError if the shapes or the mask's dtype do not fit together."""
+    """Raise ValueError if the shapes do not fit together, if the mask is not bool, or if there are
+    a mask and ``seq_bounds``, which are not checked themselves."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be [B, H, T, D]; it is {tuple(tensor.shape)}")

@@ -204,7 +204,8 @@ def bench_attention(
 
 def contenders(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[Shape, str, str]]:
     """Return the (shape, variant, implementation) triples to measure. ``only`` replaces our default
-    kernels; peers are always added."""
+    kernels: all for causal attention of at most 4,096 tokens, else those of ``OF_VARIANTS``. Always
+    added: FlexAttention, and for causal attention cuDNN and FlashAttention."""
     return [
         (shape, variant, name)
         for shape in shapes
@@ -217,7 +218,9 @@ def contenders(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[S
 
 
 def contender(name: str, shape: Shape, variant: str) -> Run:
-    """Return the function that the implementation ``name`` runs on query, key and value."""
+    """Return the function of query, key and value that ``name``, one of ``PEERS`` or of our
+    normalizers, runs; cuDNN and FlashAttention ignore ``variant``. For FlexAttention, torch._dynamo
+    is reset, and two settings of torch change for the whole process."""
     if name == FLASH:
         return _torchs(SDPBackend.FLASH_ATTENTION, shape)
     if name == CUDNN:

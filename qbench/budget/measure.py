@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from qbench.analysis.analyze_run import MODEL_PARTS
-from qbench.analysis.sensitivity import Baseline, exchanged
+from qbench.analysis.sensitivity import NOT_FINITE, Baseline, exchanged
 from qbench.budget.choose import UNQUANTIZED, Costs
 from qbench.cell import as_measured, calibration_of, load, quantized_model
 from qbench.checkpoints.tokenizer import load_tokenizer
@@ -135,14 +135,15 @@ class Search:
         for _, names in itertools.groupby(modules, self.baseline.block_of):
             missing = [name for name in names if name not in layers]
             places = (linear.in_place(self.model, name, modules[name][0]) for name in missing)
-            for name, kl in zip(missing, self.baseline.kl(*places), strict=True):
+            costs = self.baseline.kl(*places, choice=cell.label)
+            for name, kl in zip(missing, costs, strict=True):
                 layers[name] = modules[name][1], kl
             self._advance(number + (1 + len(layers) / len(modules)) / 2, total)
             if time.monotonic() - saved >= SAVE_EVERY:
                 write_atomically(path, json.dumps(kept).encode())
                 saved = time.monotonic()
         inside = {name: m for name, (m, _) in modules.items() if name not in self.sizes.ends}
-        (kept["kl"],) = self.baseline.kl(inside)
+        (kept["kl"],) = self.baseline.kl(inside, choice=cell.label)
         write_atomically(path, json.dumps(kept).encode())
         return kept
 
@@ -171,7 +172,7 @@ class Search:
             places: dict[str, nn.Module] = {}
             for name, (module, _) in self._modules(quantized, cell).items():
                 places |= linear.in_place(self.model, name, module)
-            (kept["kl"],) = self.baseline.kl(places)
+            (kept["kl"],) = self.baseline.kl(places, choice=cell.label)
             write_atomically(path, json.dumps(kept).encode())
         return kept["kl"]
 
@@ -219,26 +220,29 @@ class FromBlocks(Baseline):
         return int(place) if self.skips and place.isdigit() else None
 
     @torch.inference_mode()
-    def kl(self, *variants: Mapping[str, nn.Module]) -> list[float]:
+    def kl(self, *variants: Mapping[str, nn.Module], choice: str = "") -> list[float]:
         """Return the KL divergence, nats per token, with each of ``variants``, modules by name, in
-        the places of the model's. Those of one block run as one batch after it. Raises
-        EvaluationError if the logits are not numbers."""
+        the places of the model's. If all lie in one block they run as one batch from it on, else
+        each by a pass through the model. Raises EvaluationError, which names the quantizer
+        ``choice``, if the logits are not numbers."""
+        labels = [
+            ", ".join(list(modules)[:3]) + (choice and f" by {choice}") for modules in variants
+        ]
         blocks = {self.block_of(name) for modules in variants for name in modules}
         if len(blocks) != 1 or None in blocks:
-            losses = [self.losses(", ".join(list(each)[:3]), each) for each in variants]
+            losses = [self.losses(*each) for each in zip(labels, variants, strict=True)]
             return [float(each[0].mean()) for each in losses]
         if len(variants) > AT_ONCE:
-            return self.kl(*variants[:AT_ONCE]) + self.kl(*variants[AT_ONCE:])
+            rest = self.kl(*variants[AT_ONCE:], choice=choice)
+            return self.kl(*variants[:AT_ONCE], choice=choice) + rest
         (index,), divergences = blocks, []
         for rows, inputs, tokens in zip(self.rows, self._inputs, self._batches(), strict=True):
             hidden = self._from_block(index, inputs[index], tokens, variants)
             divergences.append(self._compared(rows, hidden.chunk(len(variants))))
         means = torch.cat(divergences, 1).mean(1).tolist()
-        for modules, mean in zip(variants, means, strict=True):
+        for label, mean in zip(labels, means, strict=True):
             if not math.isfinite(mean):
-                raise EvaluationError(
-                    f"{', '.join(list(modules)[:3])}: if quantized, the model's logits are NaN"
-                )
+                raise EvaluationError(f"{label}: {NOT_FINITE}")
         return means
 
     def _from_block(

@@ -95,8 +95,9 @@ def choose_attention(
     """Return the attention that checkpoint ``name`` of a recipe, trained with ``normalizer``, is
     loaded with if ``evaluation.attention`` is ``requested``.
 
-    Raises RecipeError if the class cannot compute the normalizer, UnavailableError if triton
-    cannot run.
+    Raises RecipeError for an unknown name, and if ``requested`` is native and the class cannot
+    compute the normalizer; UnavailableError if ``requested`` is triton and it cannot run here or
+    has no kernels.
     """
     if NATIVE not in (normalizer, requested):
         implementation = choose(normalizer, requested, device)
@@ -166,7 +167,10 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     config = read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if quantized and not isinstance(quantization, dict):
-        raise CheckpointError("it is not quantized: its config.json has no quantization_config")
+        raise CheckpointError(
+            "it is not quantized: its config.json has no quantization_config; name a quantized "
+            "copy here, and an unquantized model under checkpoints"
+        )
     if quantization and not quantized:
         raise CheckpointError(
             "it is quantized already (quantization_config); name the unquantized checkpoint here, "

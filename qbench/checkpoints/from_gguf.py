@@ -36,10 +36,16 @@ def dequantized_folder(file: Path, cache: Path) -> Path:
                 made = Path(temporary) / "made"
                 command = [sys.executable, "-m", "qbench.checkpoints.from_gguf"]
                 done = subprocess.run([*command, file, made], capture_output=True, text=True)
+                if done.returncode < 0:
+                    raise CheckpointError(
+                        f"checkpoint {file}: dequantizing it was killed by signal "
+                        f"{-done.returncode}; run it on a machine with more memory"
+                    )
                 if done.returncode:
                     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
                     raise CheckpointError(
-                        f"checkpoint {file}: transformers cannot read this GGUF file: {lines[-1]}"
+                        f"checkpoint {file}: transformers cannot read this GGUF file: {lines[-1]}; "
+                        "name the original model here, and this file with --quantized LABEL=FILE"
                     )
                 made.rename(folder)
     return folder

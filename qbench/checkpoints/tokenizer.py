@@ -36,7 +36,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes of the libraries
         raise CheckpointError(
-            f"checkpoint {checkpoint.source}: no usable tokenizer ({first_line(error)})"
+            f"checkpoint {checkpoint.source}: no usable tokenizer ({first_line(error)}); put a "
+            "tokenizer.json that transformers loads into its folder (its own code is never run)"
         ) from error
 
 

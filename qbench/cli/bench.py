@@ -108,7 +108,10 @@ def evaluation(
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
-    """Time one unquantized checkpoint by lm-eval's HFLM, exact and fast scoring.
+    """Time the first checkpoint, unquantized, by lm-eval's HFLM, exact and fast scoring.
+
+    Fast scoring is also timed while damage is measured. The softmax is in float32 in every mode;
+    --checkpoint names another checkpoint.
 
     Examples:
     ```

@@ -215,7 +215,9 @@ def _run_cells(launcher: Launcher, only: str | None, force: bool) -> tuple[Plan,
     planned, out = launcher.plan(only), launcher.out
     cells = planned.select(only)
     with launcher.display(len(cells)) as display:
-        display.log(f"{len(cells)} of {len(planned.cells)} cells on {how(planned, cells)}")
+        kept = "" if force else " (finished ones are kept)"
+        count = f"{len(cells)} of {len(planned.cells)} cells chosen{kept}"
+        display.log(f"{count}, on {how(planned, cells)}")
         for line in notes(planned, cells):  # nothing is chosen in silence
             display.log(line)
         if planned.calibration is not None:

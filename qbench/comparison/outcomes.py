@@ -110,11 +110,9 @@ def cell_flips(store: Store, record: Record) -> ByTask:
 def count_flips(
     base: Mapping[Name, Column], quantized: Mapping[Name, Column]
 ) -> dict[str, dict[str, Flips]]:
-    """Return, by task and metric, how many documents quantization made wrong and how many right.
-
-    Metrics whose documents are neither right nor wrong are left out: only values 0 and 1, of
-    weight 1, are.
-    """
+    """Return, by task and metric, how many of the documents that both have quantization made wrong
+    and how many right. Metrics that are in one only are left out, and those whose documents are
+    neither right nor wrong: only values 0 and 1, of weight 1, are."""
     flips: dict[str, dict[str, Flips]] = {}
     for (task, metric), after in quantized.items():
         if (before := base.get((task, metric))) is None:

@@ -99,7 +99,8 @@ def find_cell(name: str) -> tuple[Store, Record]:
 
 
 def flat(parts: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, value as text) of every part of a key."""
+    """Yield (dotted name, value as text) of every part of a key. A list is one value, and so is an
+    empty mapping."""
     if isinstance(parts, Mapping) and parts:
         for name, part in parts.items():
             yield from flat(part, f"{prefix}.{name}" if prefix else str(name))

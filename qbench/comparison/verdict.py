@@ -86,8 +86,9 @@ def nearer(comparison: Comparison, checkpoint: str, name: str, other: str) -> bo
 
 
 def ties(comparison: Comparison, checkpoint: str) -> list[list[str]]:
-    """Return a checkpoint's quantizers in order, in groups: no test tells the members of a group
-    from its first."""
+    """Return a checkpoint's quantizers, smallest loss first, in groups: no test tells the members
+    of a group from its first, or there was no test. Those without the primary measure are left
+    out."""
     groups: list[list[str]] = []
     for name in ordered(comparison, checkpoint):
         if groups and not nearer(comparison, checkpoint, groups[-1][0], name):

@@ -28,8 +28,9 @@ def metric_text(row: Row | Score | GroupScore) -> str:
 
 
 def effect_text(effect: AnEffect, *, percent: bool) -> str:
-    """Return ``+1.04‡`` points or ``× 1.032‡``; § if most of the uncertainty comes from the seeds,
-    ¶ if there is no interval."""
+    """Return a difference as ``+1.04‡``, in points if ``percent``, and a log ratio as ``× 1.032‡``;
+    ‡ is the effect's mark. § is added if most of the uncertainty comes from the seeds, ¶ if there
+    is no interval. ``—`` for None, ``— ¶`` without an estimate."""
     if effect is None or effect.estimate is None:
         return NO_VALUE if effect is None else f"{NO_VALUE} {NO_INTERVAL}"
     text = _texts(effect, effect.estimate, percent=percent)

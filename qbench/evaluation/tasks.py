@@ -548,7 +548,9 @@ def evaluation_split(config: dict[str, Any]) -> str | None:
 
 
 def fewshot_split(config: dict[str, Any]) -> str | None:
-    """Return the split that few-shot examples come from; None if the task has no examples."""
+    """Return the split that few-shot examples come from: fewshot_config's, fewshot_split, training,
+    validation or test, the first that is set. None without ``num_fewshot``, and if the definition
+    lists its examples (fewshot_config.samples)."""
     if not config.get("num_fewshot"):
         return None
     fewshot_config = config.get("fewshot_config") or {}
@@ -585,11 +587,12 @@ def _local_files(
     if examples and examples != split:
         stems_of[examples] = tuple(fewshot_files or (examples,))
     elif fewshot_files:
-        why = f"its examples are of {split}, which is scored" if examples else "it has no examples"
-        raise RecipeError(
-            f"tasks: {name}: files: fewshot names a file, but {why}; set num_fewshot, or leave "
-            "fewshot out"
-        )
+        why = f"its examples are drawn from {split}, which is scored; leave fewshot out"
+        if not examples:
+            why = "it draws no examples from a split; leave fewshot out"
+            if not config.get("num_fewshot"):
+                why += ", or set num_fewshot"
+        raise RecipeError(f"tasks: {name}: files: fewshot names a file, but {why}")
     folder = data / name
     present = sorted(path.stem for path in folder.glob("*.jsonl"))
     data_files, documents = [], None

@@ -311,7 +311,8 @@ class QuantizationConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings as plain JSON, for keys and records, by the keys of a recipe."""
+        """Return all settings as plain JSON, for keys and records: those of the weights alone if
+        nothing else is quantized, else name, method, ``weights`` and a part per other kind."""
         none = {"name": UNQUANTIZED[self.dtype], "method": "none", "dtype": self.dtype}
         weights = self.weights.to_dict() if self.weights else none
         parts = {kind: part.to_dict() for kind, part in self.beside_weights.items()}

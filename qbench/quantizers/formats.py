@@ -88,7 +88,8 @@ class QuantFormat:
 
     @property
     def smallest(self) -> float:
-        """Return the smallest code."""
+        """Return the smallest code: −2^(num_bits − 1), 0 if asymmetric; of floats the negative of
+        the largest value."""
         if self.type == "float":
             return -self.largest
         return -(2.0 ** (self.num_bits - 1)) if self.symmetric else 0.0

@@ -19,7 +19,9 @@ _CODES_PER_BYTE = 8  # of the thinnest plane: rows are padded to a multiple of i
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes uint8 [out, in], each below 2^bits, into bytes uint8 [out, ⌈in / 8⌉ · bits]."""
+    """Pack codes uint8 [out, in], each below 2^bits, into bytes uint8 [out, ⌈in / 8⌉ · bits].
+    ``bits``: 2, 3, 4 or 8. A byte holds codes of 8 / bits columns that lie in / (8 / bits) apart;
+    with 3 bits a plane of the lower two and one of the highest. Undo with ``unpack_codes``."""
     codes = nn.functional.pad(codes, (0, -codes.shape[1] % _CODES_PER_BYTE))
     planes, taken = [], 0
     for width in _PLANES[bits]:

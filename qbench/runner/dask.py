@@ -191,7 +191,8 @@ class DaskExecutor(Executor):
                 self.client.unsubscribe_topic(topic)
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        """Call ``fn`` on a worker of the cluster; return its future."""
+        """Call ``fn`` on a worker of the cluster; return its concurrent future. ``fn``, arguments
+        and result are pickled. Raises LostExecutorError if the scheduler is gone."""
         if self.client.status != "running":
             raise LostExecutorError(LOST)
         payload = pickle.dumps((self.expected, self.tokens, pickle.dumps((fn, args, kwargs))))

@@ -131,7 +131,8 @@ class Workers(Executor):
             self._free.put(slot)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Shut down; with ``cancel_futures`` processes with running calls are killed too."""
+        """Wait for running and waiting calls, then end the processes. With ``cancel_futures``, or
+        without ``wait``, processes are killed at once: running calls raise BrokenExecutor."""
         self._threads.shutdown(wait=wait and not cancel_futures, cancel_futures=cancel_futures)
         self._ended.set()
         for slot in self._slots:

@@ -172,7 +172,8 @@ def texts_read(analyses: Sequence[Analysis]) -> list[str]:
 
 
 def markdown(results: AnalysisResults) -> str:
-    """Return ``tables.md`` of the folder ``analysis``."""
+    """Return ``tables.md`` of the folder ``analysis``: the texts read, the paper's table 4 and the
+    problems, without sensitivities (they are in ``analyses.csv``)."""
     tables = table_4(results)
     read = texts_read(results.cells)
     parts = ["# Analysis"]

@@ -244,7 +244,8 @@ class Results:
         return pd.concat(tables[1:] or tables, ignore_index=True).reindex(columns=names)
 
     def plot(self) -> Figure:
-        """Return a figure of KL divergence (95 % intervals) against GiB, every point labelled."""
+        """Return a figure of KL divergence (log scale, 95 % intervals if there are any) against GiB
+        of weights, every point labelled. Cells without KL or size are left out."""
         from matplotlib.figure import Figure
 
         class Plot(Figure):

@@ -62,7 +62,8 @@ class Table:
 def from_rows(
     rows: Sequence[Mapping[str, str] | Cells], *, title: str, notes: Iterable[str], **layout: Any
 ) -> list[Table]:
-    """Return [table] of ``rows`` by head, or []. ``layout``: other fields of the table."""
+    """Return [table] with the first row's names as head, or [] without rows. All rows must have the
+    same names in the same order: cells go by position. ``layout``: other fields of the table."""
     if not rows:
         return []
     pairs = [row.items() if isinstance(row, Mapping) else row for row in rows]

@@ -90,7 +90,9 @@ def attn_fwd(
     FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute output and lse of one block of BLOCK_Q queries of one head per program.
+    """Compute output and lse of one block of BLOCK_Q queries of one head per program; ``lse_out``
+    is [B, heads, seqlen_q]. NO_MAX: see the top of this module; PRECISE: terms by expm1 in all
+    tiles; FAST: bf16 on a GPU, with inline PTX; STAGES: tiles of keys that are loaded ahead.
     ``head_counts``: query heads, query heads per key head. ``strides``: of batch row, head and row,
     of q, k, v and output each. The mask's strides are separate arguments: inside a tuple Triton
     would compile for their values. ``needs_expm1`` [B, key heads, chunks of keys], all 0 before:

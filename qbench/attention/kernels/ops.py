@@ -432,8 +432,8 @@ def described(tiles: tuple[Describe, ...] | None, *tensors: Tensor) -> tuple[Any
 
 
 def has_tma_layout(layout: Layout) -> bool:
-    """Return whether the tensor memory accelerator can load a tensor of this layout: starts and
-    strides aligned to 16 bytes."""
+    """Return whether the tensor memory accelerator can load a tensor of this layout: its start is
+    aligned to 16 bytes, and the first three strides are positive (not expanded) multiples of 16."""
     size = layout.dtype.itemsize
     return layout.aligned and all(
         stride > 0 and stride * size % 16 == 0 for stride in layout.strides[:3]

@@ -665,8 +665,10 @@ def _settled(text: str, stops: Sequence[str]) -> bool:
 
 
 def generate_by_hflm(hflm: HFLM, requests: Sequence[Any], counts: Counts) -> list[str]:
-    """Return HFLM's answers. Raises EvaluationError if logits of a new token are not numbers."""
-    _prompts(hflm, requests, counts)  # counts those that HFLM cuts
+    """Return HFLM's answers, in order; add to ``counts`` the prompts that HFLM cuts. Raises
+    EvaluationError if transformers refuses the settings of generation, if answers do not fit into
+    max_length, or if logits of a new token are not numbers."""
+    _prompts(hflm, requests, counts)
     broken: list[Tensor] = []
 
     def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:

@@ -514,10 +514,13 @@ def compare(
     not numbers.
     """
     if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
-        raise EvaluationError(
-            f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
-            "infinite logits, which no scoring mode can fix"
-        )
+        why = "fast scoring gives NaN or infinite logits, exact does not; set scoring: exact"
+        if not all(math.isfinite(score) for score, _ in exact):
+            why = (
+                "the model gives NaN or infinite logits, which no scoring mode can fix; try "
+                "another compute_dtype, or leave the cell out"
+            )
+        raise EvaluationError(f"{task}: log-likelihoods of the sample are not numbers; {why}")
     sample = pd.DataFrame({"document": list(documents), "tokens": list(tokens)})
     sample["off"] = [a - b for (a, _), (b, _) in zip(fast, exact, strict=True)]
     sample["per_token"] = sample["off"] / sample["tokens"]
