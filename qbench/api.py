@@ -100,11 +100,12 @@ def run(
     executor: Executor | None = None,
 ) -> list[Record]:
     """Run the cells of a plan that have no finished record in the results folder ``out``; return
-    the records of all cells, in order.
+    their records and those of finished cells, in order.
 
-    ``only`` is a glob over cells' names such as "softpick/gptq-*"; ``force`` runs cells again that
-    have a record. ``executor`` is any of ``concurrent.futures``; None runs one cell after the other
-    in this process. Progress goes to standard error. A cell that fails has a record with ``status``
+    ``only``: globs over cells' names such as "softpick/gptq-*", separated by commas (None: all);
+    other cells are neither run nor returned. ``force`` runs cells again that have a record.
+    ``executor`` is any of ``concurrent.futures``; None runs one cell after the other in this
+    process. Progress goes to standard error. A cell that fails has a record with ``status``
     "failed". Raises OutputError if ``out`` cannot be written.
     """
     require_folder(Path(out), "run: out")
@@ -130,8 +131,8 @@ def tables(comparison: Comparison, format: str = "md") -> str:
 
 
 def load_records(folder: str | Path) -> pd.DataFrame:
-    """Return one row per score of each finished record of a results folder's last run; a group's
-    score, such as mmlu's, has the group as its ``task``.
+    """Return one row per score of each record of a results folder's last run, failed cells left
+    out; a group's score, such as mmlu's, has the group as its ``task``.
 
     Columns, also of a table without rows: checkpoint, quantizer, method, precision, normalizer,
     task, metric, value, stderr, documents, higher_is_better, bits_per_weight and key. Raises

@@ -156,8 +156,8 @@ def _note_failure(result: CellResult, task: str, error: QbenchError) -> None:
 
 
 def load(cell: Cell, plan: Plan) -> Any:
-    """Return the cell's model on the plan's device, not yet quantized unless it was published
-    so."""
+    """Return the cell's model, not yet quantized unless it was published so: of transformers on the
+    plan's device, else an object of lm-eval or llama.cpp."""
     weights = cell.quantization.weights
     if cell.runtime == "lm-eval":
         return external_model(weights.model, weights.args)
@@ -170,8 +170,9 @@ def load(cell: Cell, plan: Plan) -> Any:
 
 
 def load_copy(cell: Cell, device: str, *, fallback: bool) -> PreTrainedModel:
-    """Return the model of the cell's published copy on ``device``. With ``fallback`` it runs on
-    its class's own attention if qbench's gives other logits."""
+    """Return the model of the cell's published copy on ``device``, its fused experts split into
+    linear layers, with the original's generation settings. With ``fallback`` it runs on its class's
+    own attention if qbench's gives other logits."""
     model = load_prequantized(
         cell.copy,
         dtype=getattr(torch, cell.quantization.compute_dtype),
@@ -188,15 +189,16 @@ def load_copy(cell: Cell, device: str, *, fallback: bool) -> PreTrainedModel:
 
 def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
     """Return ``cell`` with the attention and the scoring mode that suit ``model``, by measurement
-    (it is loaded, not yet quantized). Append to ``detail`` why they differ from the planned ones.
-    Raises UnavailableError if the recipe rules them out."""
+    (it is loaded, not yet quantized); a cell of another runtime as it is. Append to ``detail`` why
+    they differ from the planned ones. Raises UnavailableError if the recipe rules them out."""
     if cell.runtime != "transformers":
         return cell
     attention = model.chosen_attention
     if attention.normalizer == NATIVE and cell.quantization.kv_cache is not None:
         raise UnavailableError(
             "the KV cache is quantized inside qbench's attention, but "
-            f"{cell.checkpoint.class_name} runs with its own attention: {attention.why}"
+            f"{cell.checkpoint.class_name} runs with its own attention: {attention.why}; leave kv "
+            "out"
         )
     scoring, slower = fit_settings(model, cell.scoring)
     detail += filter(None, [attention.why, slower])
@@ -247,7 +249,8 @@ def quantized(
     cache: Path,
 ) -> PreTrainedModel:
     """Return ``model`` quantized by the cell's settings, after an audit, whose result goes into
-    ``result``. Raises AuditError if the audit fails."""
+    ``result``; without an original, and by lm-eval's models, nothing is audited. Raises AuditError
+    if the audit fails."""
     with result.stage("quantize") as detail:
         model, how = quantized_model(result.cell, model, tokenizer, cache, result.advance)
         detail.append(how)
@@ -515,7 +518,8 @@ class _Evaluation:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
-    """Return the text of each token, with the space that SentencePiece marks at its start."""
+    """Return the text of each token of ``ids`` [N], with the space that SentencePiece marks at its
+    start."""
     texts = {}
     for token in set(ids.tolist()):
         text = tokenizer.decode([token])

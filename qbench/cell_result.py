@@ -40,7 +40,8 @@ class TaskResult:
 
 
 def merge_reports(reports: Sequence[ScoringReport]) -> ScoringReport | None:
-    """Return one scoring report for all tasks of a cell; None if ``reports`` is empty."""
+    """Return one scoring report for all tasks of a cell: counts added up, the peak's maximum,
+    settings of the first; None if ``reports`` is empty."""
     if not reports:
         return None
     merged: dict[str, Any] = {}
@@ -89,8 +90,8 @@ class CellResult:
 
     @contextmanager
     def measured(self, name: str) -> Iterator[list[str]]:
-        """Time the body as a stage of the record, with peak memory; texts that the body appends to
-        the yielded list become its detail."""
+        """Time the body as a stage of the record, with peak memory, also if it raises; texts that
+        the body appends to the yielded list become its detail."""
         detail: list[str] = []
         device = self.plan.device
         reset_peak_memory(device)
@@ -108,7 +109,8 @@ class CellResult:
             self.stages.append(stage)
 
     def advance(self, completed: float, total: float | None = None) -> None:
-        """Show how much of the stage is done."""
+        """Show that ``completed`` of the stage's ``total`` pieces of work are done; None keeps its
+        total."""
         self.progress.advance(self.cell.name, completed, total)
 
     def common_fields(self, error: str | None) -> dict[str, Any]:
@@ -132,7 +134,8 @@ class CellResult:
 
     def save(self, store: Store, error: str | None = None) -> Record:
         """Write and return the cell's record, with its tables unless it failed with ``error``. A
-        failed record keeps no scores and never replaces a good one."""
+        failed record keeps no scores; if a good one exists, it is returned without being
+        written."""
         records = [task.record for task in self.tasks]
         measured = {record.task: record.damage for record in records if record.damage is not None}
         record = Record(

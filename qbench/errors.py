@@ -109,7 +109,8 @@ def validation_line(error: ValidationError) -> str:
 
 
 def failure_line(problem: BaseException) -> str:
-    """Return why a cell failed, in one line for its record; the traceback is in its log."""
+    """Return why a cell failed, in one line for its record: all lines of a QbenchError, else the
+    error's class and first line (the traceback is in the cell's log)."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if isinstance(problem, QbenchError):
         return " ".join(lines)

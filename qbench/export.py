@@ -42,7 +42,8 @@ def write_lm_eval(store: Store, record: Record, folder: Path) -> list[Path]:
 
 
 def results(record: Record) -> dict[str, Any]:
-    """Return the JSON that lm-eval's ``--output_path`` writes, as far as the record has it."""
+    """Return the JSON that lm-eval's ``--output_path`` writes, as far as the record has it, and the
+    cell's key and precision under "qbench". Configurations have only the task's names."""
     parts = record.key_parts
     scoring = dict(parts.get("scoring") or {})
     tasks, groups = _by_task(record.scores), _by_task(record.groups)
@@ -168,8 +169,8 @@ def card(
     more: Sequence[str] = (),
 ) -> str:
     """Return a model card for the README.md of the model's repository: evaluation results and
-    ``base_model`` (``hub_id``) as YAML; with a ``comparison`` the verdict and the losses with their
-    intervals; the lines ``more``; a table of the scores."""
+    ``base_model`` (``hub_id``; None: a local folder) as YAML; with a ``comparison`` the verdict and
+    the losses with their intervals; the lines ``more``; a table of the scores."""
     results, scores = [], (*record.scores, *record.groups)
     for score in scores:
         unit = 100 if is_percentage(score.metric) else 1
@@ -237,9 +238,9 @@ def _definition(task: str) -> dict[str, Any]:
 
 
 def export(store: Store, to: str, folder: Path) -> list[Path]:
-    """Write every finished cell below ``folder`` in the format ``to``, lm-eval or model-card; with
-    "archive" the whole results folder as ``records.tar.xz``. Return the paths. Raises DamagedError
-    if a record or table is damaged."""
+    """Write every cell that did not fail below ``folder`` in the format ``to``, lm-eval or
+    model-card; with "archive" the whole results folder as ``records.tar.xz``. Return the paths.
+    Raises DamagedError if a record or table is damaged."""
     if to == "archive":
         for record in store.records():
             for name in record.files:

@@ -61,8 +61,8 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     """Return the finished cell of ``record`` with its model on ``device``.
 
     Quantized weights come from the cache or are computed again; their layers must equal the audited
-    ones. Raises ResultsError if this machine did not run the cell, or if checkpoint, calibration
-    text or weights have changed.
+    ones. Raises ResultsError if this machine did not run the cell, if checkpoint, calibration text
+    or weights have changed, or if the cell is a published copy or another runtime's.
     """
     name, parts = record.cell, record.key_parts
     sources = find_sources(cache, store.manifest())
@@ -71,7 +71,9 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
                            "not known; run it here")  # fmt: skip
     checkpoint = find(str(sources.checkpoints[record.checkpoint]))
     if checkpoint.digest != parts["weights"]:
-        raise ResultsError(f"{name}: {checkpoint.folder} holds other weights now")
+        raise ResultsError(
+            f"{name}: {checkpoint.folder} holds other weights now; restore them or run it again"
+        )
     text = parts.get("calibration")
     cell = Cell(
         checkpoint_name=record.checkpoint,
@@ -86,13 +88,15 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
         base=None,
     )
     if cell.runtime != "transformers":
-        raise ResultsError(f"{name}: {cell.runtime} runs it, not transformers")
+        raise ResultsError(
+            f"{name}: {cell.runtime} runs it, not transformers: its files are the model already"
+        )
     tokenizer = load_tokenizer(checkpoint)
     if isinstance(cell.quantization.weights, LibraryMade):
         cell, how = with_made_copy(cell, calibration_of(cell, tokenizer), cache, device)
         model = load_copy(cell, device, fallback=True)
     elif cell.quantization.weights is not None and cell.quantization.weights.prequantized:
-        raise ResultsError(f"{name}: it is a published copy already")
+        raise ResultsError(f"{name}: it is a published copy already; use that copy's files")
     else:
         model = load_model(
             cell.checkpoint,
@@ -136,17 +140,21 @@ SCALES = {"float8_e4m3fn": "torch.float8_e4m3fn", "float8_e8m0fnu": "torch.uint8
 def export_model(
     store: Store, record: Record, out: Path, cache: Path, chosen: str | None = None
 ) -> str:
-    """Write the model of the finished cell of ``record`` to the new folder ``out``, in the format
-    ``chosen`` (None: the first that its method has). Return a line that says how its weights were
-    obtained, and how far the logits of the folder, loaded again, are from the cell's.
+    """Write the model of the finished cell of ``record`` and a model card to the new folder
+    ``out``, in the format ``chosen`` (None: the first that its method has). Return a line that says
+    how its weights were obtained, and how far the logits of the folder, loaded again, are from the
+    cell's.
 
-    Raises UnavailableError if no format can hold the cell, ResultsError if it cannot be loaded.
+    Raises UnavailableError if no format can hold the cell, or if these logits differ by more than
+    rounding; ResultsError if the cell cannot be loaded.
     """
     measured = load_measured(store, record, cache, record.key_parts["device"])
     config, name = measured.cell.quantization, record.cell
     if config.weights is None or config.kv_cache is not None:
         what = "has unquantized weights" if config.weights is None else "quantizes the KV cache"
-        raise UnavailableError(f"{name}: it {what}, for which there is no format")
+        raise UnavailableError(
+            f"{name}: it {what}, for which there is no format; name a cell of quantized weights"
+        )
     with new_folder(out) as making:
         if isinstance(config.weights, MadeCopy):
             shutil.copytree(config.weights.folder, making, dirs_exist_ok=True)
@@ -173,7 +181,9 @@ def _attention(record: Record) -> str:
 
 
 def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str:
-    """Write weights, config.json and tokenizer to ``folder``; return the name of the format."""
+    """Write weights, config.json and tokenizer to ``folder`` in the format ``chosen`` (None: the
+    first of ``formats_of``); return the format's name. Raises UnavailableError if it cannot hold
+    the cell."""
     model, config = measured.model, measured.cell.quantization
     formats = formats_of(config.weights)
     chosen = chosen or next(iter(formats), None)
@@ -298,13 +308,16 @@ def _compressed_config(
     inputs, weights = config.activations, config.weights
     if inputs is not None and set(inputs.ignore) != set(weights.ignore):
         raise UnavailableError(
-            f"{config.name}: no format holds weights and inputs that ignore different layers"
+            f"{config.name}: no format holds weights and inputs that ignore different layers; give "
+            "both the same ignore"
         )
     by_settings = _by_settings(weights, layers)
     groups: dict[str, dict[str, Any]] = {}
     for settings, names in by_settings.items():
         if getattr(settings, "order", "") == "activation":
-            raise UnavailableError(f"{config.name}: desc_act needs --weights gptq")
+            raise UnavailableError(
+                f"{config.name}: use --weights gptq, which alone holds order: activation"
+            )
         layout, arguments = _weight_arguments(settings)
         groups[f"group_{len(groups)}"] = {
             "targets": names if len(by_settings) > 1 else ["Linear"], "weights": arguments,
@@ -365,7 +378,9 @@ def _gptq_config(
     """Return GPTQ's quantization_config: the commonest settings; under GPTQModel's key ``dynamic``,
     by patterns over full names, layers with other settings and unquantized ones."""
     if config.activations is not None:
-        raise UnavailableError(f"{config.name}: quantized inputs need --weights compressed-tensors")
+        raise UnavailableError(
+            f"{config.name}: use --weights compressed-tensors, which holds quantized inputs too"
+        )
     by_settings = _by_settings(config.weights, layers)
     options = {settings: {"bits": settings.num_bits, "group_size": settings.group_size,
                           "sym": settings.symmetric,
@@ -374,7 +389,8 @@ def _gptq_config(
     usual = max(by_settings, key=lambda settings: len(by_settings[settings]))
     if len({settings.symmetric for settings in options}) > 1:
         raise UnavailableError(
-            f"{config.name}: symmetric beside asymmetric layers need --weights compressed-tensors"
+            f"{config.name}: use --weights compressed-tensors, which alone holds symmetric beside "
+            "asymmetric layers"
         )
     dynamic = {_pattern("+", by_settings[each]): options[each] for each in options if each != usual}
     if inside := [name for name in left_out if "." in name]:  # not the LM head
@@ -415,7 +431,10 @@ def _bnb_config(
     activations."""
     weights = config.weights
     if config.activations is not None:
-        raise UnavailableError(f"{config.name}: the format of bitsandbytes holds only weights")
+        raise UnavailableError(
+            f"{config.name}: the format of bitsandbytes holds no quantized inputs; name a cell "
+            "without"
+        )
     if weights.num_bits == 8:
         settings = {"load_in_8bit": True, "llm_int8_threshold": weights.threshold}
     else:
@@ -438,9 +457,9 @@ FORMATS = {
 
 
 def formats_of(weights: Any) -> tuple[str, ...]:
-    """Return the formats that can hold cells of these settings, the default first; for a mix those
-    that can hold each of its settings, compressed-tensors first, since transformers ignores the key
-    ``dynamic``."""
+    """Return the formats that can hold cells of these settings of weights, the default first, () if
+    none; for a mix those that can hold each of its settings, compressed-tensors first, since
+    transformers ignores the key ``dynamic``."""
     if weights.method != "mixed":
         return FORMATS.get(weights.method, ())
     return tuple(name for name in ("compressed-tensors", "gptq")

@@ -304,7 +304,8 @@ SCORING = (*QUANTIZING, "cell.py", "cell_result.py", "evaluation", "metrics.py")
 
 @cache
 def code_digest(modules: tuple[str, ...] = SCORING) -> str:
-    """Return the digest of ``modules``, files and folders of this qbench; see ``digest_of``."""
+    """Return the digest of ``modules``, files and folders of this qbench (by default all that
+    scoring runs); see ``digest_of``."""
     return digest_of([PACKAGE / name for name in modules])
 
 

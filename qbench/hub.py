@@ -22,7 +22,8 @@ UNREACHABLE = {"OfflineModeIsEnabled", "TimeoutException", "NetworkError"}
 
 
 def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return the folder with the files of model repository ``hub_id`` that match ``patterns``.
+    """Return the folder with the files of model repository ``hub_id`` that match the globs
+    ``patterns``, at ``revision`` (None: the newest).
 
     Raises CheckpointError with the hub's reason if they cannot be fetched.
     """
@@ -41,7 +42,8 @@ def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path
 
 
 def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
-    """Return the path of file ``name`` of a data-set repository; DataError if it cannot be had."""
+    """Return the path of file ``name`` of a data-set repository at ``revision`` (None: the newest).
+    Raises DataError if it cannot be fetched."""
     try:
         return Path(
             huggingface_hub.hf_hub_download(dataset, name, repo_type="dataset", revision=revision)

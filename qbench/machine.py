@@ -48,7 +48,8 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, from NVML, in CUDA's order."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, from NVML, in CUDA's order; () without a
+    driver or if it names one that is not there."""
     by_index, by_id = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
     gpus = []
     try:
@@ -71,7 +72,8 @@ def _cuda() -> Any:
 
 
 def choose_device(device: str) -> str:
-    """Return "cpu" or "cuda" for "auto", "cpu" or "cuda". Raises UnavailableError without a GPU."""
+    """Return "cpu" or "cuda" for "auto", "cpu" or "cuda"; auto is cuda if there is a GPU. Raises
+    UnavailableError for cuda without a GPU, and for any other name."""
     if device not in ("auto", "cpu", "cuda"):
         raise UnavailableError(f"device {device!r}: must be auto, cpu or cuda")
     if device == "cpu":
@@ -102,8 +104,8 @@ def cuda_problem() -> str | None:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Return the processor's features by Linux's names, such as avx512_vnni; none if they are not
-    listed, as on ARM."""
+    """Return the processor's features by Linux's names, such as avx512_vnni; an empty set if they
+    are not listed, as on ARM."""
     return frozenset(_proc("cpuinfo", "flags").split())
 
 
@@ -212,7 +214,8 @@ def hardware(device: str) -> str:
 
 @functools.cache
 def git_revision() -> str | None:
-    """Return the commit of this qbench, with ``+`` if its files were changed; None outside git."""
+    """Return the commit of this qbench, with ``+`` if its tracked files were changed; None outside
+    git, or if git fails."""
     if not (Path(__file__).parents[1] / ".git").exists():
         return None
     git = ["git", "-C", str(Path(__file__).parent)]

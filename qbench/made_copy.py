@@ -74,7 +74,8 @@ def with_made_copy(
 
 
 def with_copy(cell: Cell, path: Path, device: str) -> Cell:
-    """Return ``cell`` with the quantized copy of its checkpoint at ``path`` as its weights."""
+    """Return ``cell`` with the quantized copy of its checkpoint at ``path``, a folder or a GGUF
+    file, as its only quantization. Raises as ``find_copy``."""
     published = Published(path=str(path), compute_dtype=cell.quantization.compute_dtype)
     config, copy = find_copy(
         QuantizationConfig(weights=published), cell.checkpoint_name, cell.checkpoint,

@@ -104,8 +104,8 @@ def find_copy(
     the copy; (``config``, None) if its weights are not ``Published``.
 
     ``original``: the unquantized checkpoint, whose linear layers have ``shapes``; if the recipe
-    names no path, the quantized checkpoint itself. Raises QbenchError if the copy is of another
-    model.
+    names no path, the quantized checkpoint itself. ``device``: "cpu" or "cuda". Raises QbenchError
+    if the copy is of another model, is not quantized, or no library here loads its format.
     """
     weights = config.weights
     if not isinstance(weights, Published):
@@ -158,7 +158,7 @@ def _gguf(source: str, original: Checkpoint) -> Checkpoint:
     if original.normalizer not in ("softmax", NATIVE):
         raise CheckpointError(
             f"checkpoint {source}: llama.cpp computes softmax attention, but {original.source} was "
-            f"trained with {original.normalizer}"
+            f"trained with {original.normalizer}; leave the file out"
         )
     about = gguf_file.describe(str(path))
     stat = path.stat()
@@ -195,7 +195,7 @@ def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, 
     if layers and not rounded & layers:
         raise CheckpointError(
             f"checkpoint {copy.source}: its config.json says that it is quantized, but its files "
-            "hold unquantized weights"
+            "hold unquantized weights; make the copy again, or take another"
         )
     each = {name: bits[name] / sizes[name] for name in rounded & layers}
     heads = [math.prod(s) for n, s in ends.items() if n in HEADS]
@@ -219,14 +219,14 @@ def _difference(copy: Checkpoint, original: Checkpoint) -> str | None:
     if trained_with not in (None, original.normalizer):
         return (
             f"it was trained with {trained_with}, and {original.source} with "
-            f"{original.normalizer}: it is another model"
+            f"{original.normalizer}: name the model that it was made from under checkpoints"
         )
     sizes, copied = (in_transformers_words(checkpoint.config) for checkpoint in (original, copy))
     for size in SIZES:
         if None not in (sizes.get(size), copied.get(size)) and sizes[size] != copied[size]:
             return (
                 f"{size} {copied[size]}, and {original.source} has {sizes[size]}: it is no "
-                "quantized copy of it"
+                "quantized copy of it; name the model that it was made from under checkpoints"
             )
     theirs, ours = (checkpoint.folder / "tokenizer.json" for checkpoint in (copy, original))
     if not theirs.is_file() or (ours.is_file() and theirs.read_bytes() == ours.read_bytes()):
@@ -361,7 +361,8 @@ class Plan:
         return next(cell for cell in self.cells if cell.name == name)
 
     def select(self, pattern: str | None) -> tuple[Cell, ...]:
-        """Return the cells whose names match a glob. Raises RecipeError if none does."""
+        """Return the cells whose names match one of the globs in ``pattern``, which commas
+        separate; None: all. Raises RecipeError for a glob without a match."""
         chosen = set(select((cell.name for cell in self.cells), pattern))
         return tuple(cell for cell in self.cells if cell.name in chosen)
 
@@ -608,7 +609,8 @@ WORKSPACE = 4 * 2**30  # bytes
 
 def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -> bool:
     """Return whether the weights of ``cell`` (``weights`` bytes) are copied to the device block by
-    block: as the recipe says, else if they exceed the GPU's ``room()`` in bytes."""
+    block: as the recipe says, else on a GPU without ``device_map`` if they can be and exceed its
+    ``room()`` in bytes."""
     evaluation = plan.recipe.evaluation
     if evaluation.stream != "auto":
         return evaluation.stream
@@ -621,7 +623,9 @@ def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -
 def streamable(
     quantization: QuantizationConfig, copy: Checkpoint | None, config: Mapping[str, Any]
 ) -> bool:
-    """Return whether a cell with these settings can run with its weights copied block by block."""
+    """Return whether a cell with these settings can run with its weights copied block by block: the
+    files are unquantized, nothing but weights is quantized, and rotary angles do not depend on the
+    length (``config``: the checkpoint's)."""
     weights = quantization.weights
     unquantized_files = copy is None and (weights is None or not weights.prequantized)
     return unquantized_files and not quantization.beside_weights and not moving_rope(config)
@@ -634,7 +638,8 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
     """Return the recipe's tasks, that of its ``answers`` last; and with ``skip_missing`` the names
     of tasks without data.
 
-    Raises DataError with all problems of their data.
+    Raises RecipeError for a task that is listed twice, DataError with all problems of their data,
+    also if all tasks would be skipped.
     """
     tasks, skipped, missing, problems = [], [], [], []
     leaves = [
@@ -644,7 +649,9 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
     ]
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise RecipeError(f"tasks: {', '.join(twice)} is listed twice, once by a group or tag")
+        raise RecipeError(
+            f"tasks: {', '.join(twice)} is listed twice, once by a group or tag; leave one out"
+        )
     for task in leaves:
         try:
             tasks.append(
@@ -685,7 +692,7 @@ MOST_LINES = 3
 
 def find_calibration(recipe: Recipe, *, needed: bool = False) -> CalibrationText | None:
     """Return the calibration text; None if the recipe names none, or if no quantizer needs it and
-    ``needed`` is false."""
+    ``needed`` is false. Raises QbenchError if the file is missing or its beginning is malformed."""
     source = recipe.calibration
     needed = needed or any(c.quantization.needs_calibration for c in recipe.quantizers)
     if source is None or not needed:
@@ -736,6 +743,7 @@ def scoring_settings(
     device: str,
 ) -> ScoringSettings:
     """Return the settings that ``evaluation`` of a recipe gives one checkpoint and quantizer.
+    ``scoring: auto`` is fast on a GPU, exact on a CPU.
 
     The checkpoint's context bounds ``max_length``: later positions were never trained. Whether the
     model can be scored so is measured when it is loaded. Raises RecipeError if no length is known.

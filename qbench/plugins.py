@@ -37,7 +37,8 @@ class Registry(Generic[T]):
         self._things: dict[str, T] = {}
 
     def add(self, name: str, thing: T) -> T:
-        """Register ``thing`` under ``name``, and return it."""
+        """Register ``thing`` under ``name``, and return it. Raises RecipeError for other
+        characters, ValueError for a name that is taken."""
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
             raise RecipeError(
                 f"{self.kind} {shown(name)}: a name is letters, digits and . _ + - only, at most 64"
@@ -48,7 +49,8 @@ class Registry(Generic[T]):
         return thing
 
     def get(self, name: str) -> T:
-        """Return the object registered under ``name``."""
+        """Return the object registered under ``name``. Raises RecipeError, which lists all names,
+        for an unknown one."""
         if name not in self._things:
             names = ", ".join(self._things) or "none; --plugin FILE registers one"
             raise RecipeError(f"unknown {self.kind} {name!r}; known: {names}")
@@ -98,7 +100,8 @@ def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
 
 
 def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
-    """Import the plug-ins that this process has not imported yet."""
+    """Import the plug-ins that this process has not imported yet. Raises RecipeError, beginning
+    with ``location``, if one fails or another of its name is loaded."""
     for plugin in plugins:
         before = _loaded.get(plugin.module)
         if before is not None and before.source == plugin.source:
@@ -136,7 +139,7 @@ def loaded() -> tuple[Plugin, ...]:
 
 
 def plugin_versions() -> dict[str, str]:
-    """Return the plug-ins for a record: file names with digests."""
+    """Return file name → SHA-256 of the plug-in files that are loaded, for a record."""
     return {plugin.name: plugin.digest for plugin in _loaded.values()}
 
 

@@ -102,7 +102,7 @@ def bundled_recipes() -> Path:
 def read_yaml(path: Path) -> Source:
     """Read the YAML of the recipe ``path``. If there is no such file and qbench comes with a recipe
     of that path, such as recipes/demo.yaml, read that and print so on standard error. Raises
-    RecipeError, with the line, for text that is not a YAML mapping."""
+    RecipeError if it cannot be read, and, with the line, if it is not a YAML mapping."""
     if path.parts[:1] == ("recipes",) and not os.path.lexists(path):
         bundled = bundled_recipes().joinpath(*path.parts[1:])
         if bundled.is_file():
@@ -117,7 +117,7 @@ def read_yaml(path: Path) -> Source:
             f"{path}: no such recipe; `qbench list recipes` names those that come with qbench"
         ) from None
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not UTF-8 text ({error.reason})") from None
+        raise RecipeError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
     except (OSError, ValueError) as error:
         raise RecipeError(f"{path}: cannot be read ({reason(error)})") from None
     try:
@@ -149,8 +149,9 @@ def require_no_removed(source: Source) -> None:
 
 
 def problem_lines(source: Source, error: ValidationError, kind: type) -> list[str]:
-    """Return one line per problem of ``error``: file, line, key and message. ``kind`` is the
-    recipe's class."""
+    """Return one line per problem of ``error``: file, line, key and message. A list that is too
+    short only because its items are wrong has no line of its own. ``kind`` is the recipe's
+    class."""
     lines = []
     within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
     for problem in error.errors():
@@ -425,7 +426,7 @@ class Answers(Strict):
 
     @property
     def settings(self) -> AnswerSettings:
-        """Return the settings of scoring, with the default temperature filled in."""
+        """Return the settings of scoring; the default temperature is 0 for one sample, else 0.7."""
         default = 0.0 if self.samples == 1 else 0.7
         return AnswerSettings(
             max_new_tokens=self.max_new_tokens,
@@ -444,7 +445,7 @@ class Answers(Strict):
 
 
 def is_prompt_file(prompts: str) -> bool:
-    """Return whether ``prompts`` names a file and no task."""
+    """Return whether ``prompts`` names a file and no task: it ends in .jsonl or has a slash."""
     return prompts.endswith(".jsonl") or "/" in prompts
 
 
@@ -541,7 +542,7 @@ class Recipe(Strict):
         labels = [column.label for column in self.quantizers]
         for part, names, remedy in (
             ("quantizers", labels, "; give one a label"),
-            ("tasks", [task.name for task in self.tasks], ""),
+            ("tasks", [task.name for task in self.tasks], "; leave one out"),
         ):
             for number, name in enumerate(names):
                 if name in names[:number]:
@@ -639,7 +640,7 @@ def _sources(value: Any) -> Any:
         if not (name and source):
             raise ValueError(f"write NAME=PATH_OR_HUB_ID (it is {shown(pair)})")
         if name in sources:
-            raise ValueError(f"{name} is given twice")
+            raise ValueError(f"{name} is given twice; leave one out")
         sources[name] = source
     return sources
 
@@ -715,7 +716,9 @@ def save(
     **replaced: Any,
 ) -> None:  # fmt: skip
     """Write the recipe ``path`` with the changes ``changed``, the keys ``replaced`` and this
-    process's plug-in files to the file ``to``. Raises OutputError if that cannot be written."""
+    process's plug-in files to the file ``to``; paths become absolute. Raises RecipeError as
+    ``Recipe.load``, OutputError if ``to`` cannot be written. ``command`` is named in the first
+    line."""
     values = _source(path, changed).values | replaced
     if files := [plugin.path for plugin in loaded()]:
         values["plugins"] = files

@@ -866,7 +866,8 @@ T = TypeVar("T", bound=RecordModel)
 
 
 def read_record(path: Path, kind: type[T], remedy: str = RUN_AGAIN) -> T:
-    """Return the record of type ``kind`` in the file ``path``. Raises as :func:`parse_record`."""
+    """Return the record of type ``kind`` in the file ``path``. Raises OSError if there is none,
+    else as :func:`parse_record`."""
     return parse_record(path.read_bytes(), kind, path, remedy)
 
 

@@ -157,9 +157,7 @@ def require_no_links(folder: Path) -> None:
     for part in (folder / name for name in WRITTEN):
         for path in (part, *part.rglob("*")):
             if path.is_symlink():
-                raise ResultsError(
-                    f"{path}: a symbolic link; a results folder must not contain any"
-                )
+                raise ResultsError(f"{path}: a symbolic link; put the file itself there")
 
 
 def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
@@ -238,7 +236,8 @@ class Records(Generic[R]):
         return (self.directory / MANIFEST).is_file()
 
     def manifest(self) -> Any:
-        """Return the last run's manifest. Raises ResultsError if it is missing or damaged."""
+        """Return the last run's manifest. Raises ResultsError if it is missing, damaged or written
+        by another version of qbench."""
         if not self.has_manifest():
             raise ResultsError(
                 f"{self.directory}: no grid.json here; name a folder that `{self.written_by}` wrote"
@@ -271,8 +270,8 @@ class Records(Generic[R]):
     def get(self, cell: CellKey) -> R | None:
         """Return the record of ``cell``, finished or failed; None if there is none.
 
-        Raises DamagedError if the file was changed, SchemaError if another version of qbench wrote
-        it.
+        Raises DamagedError if the file was changed, is another cell's or an older qbench's,
+        NewerSchemaError if a newer one wrote it.
         """
         path = self.path(cell)
         if not path.is_file():
@@ -301,7 +300,8 @@ class Records(Generic[R]):
             return None
 
     def records(self) -> list[R]:
-        """Return the records of the manifest's cells in its order, missing ones left out."""
+        """Return the records of the manifest's cells in its order, missing ones left out. Raises as
+        ``manifest`` and ``get``."""
         records = (self.get(cell) for cell in self.manifest().cells)
         return [record for record in records if record is not None]
 
@@ -391,8 +391,9 @@ class Records(Generic[R]):
         return DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
 
     def table(self, record: Record, name: Table) -> pd.DataFrame:
-        """Return a table of ``record`` with the columns ``COLUMNS[name]``. Raises DamagedError if
-        the file is missing or changed, or lists a document of a metric twice."""
+        """Return a table of ``record`` with the columns ``COLUMNS[name]``; columns that earlier
+        versions did not write have their defaults. Raises DamagedError if the file is missing or
+        changed, or lists a document of a metric twice."""
         table = self._arrow(record, name).to_pandas(use_threads=False)
         if name == "outcomes" and table.duplicated(["task", "metric", "document"]).any():
             raise self._listed_twice(record)
@@ -572,7 +573,7 @@ def keep_sources(cache: Path, manifest: RunManifest, sources: Sources) -> None:
 
 def find_sources(cache: Path, manifest: RunManifest) -> Sources:
     """Return the sources that :func:`keep_sources` remembered; empty ones if the run was on another
-    machine."""
+    machine, or if they are no longer in the cache."""
     with suppress(OSError, ValueError):
         return TypeAdapter(Sources).validate_json(_sources_file(cache, manifest).read_bytes())
     return Sources()

@@ -120,7 +120,8 @@ def stream_of(model: Any) -> Stream | None:
 
 def load_block(model: nn.Module, name: str) -> None:
     """Copy the block that holds the module or parameter ``name`` to the device, where it stays
-    until the next call. Changes to its weights are lost then."""
+    until the next call; changes to its weights are lost then. Does nothing if the model is not
+    streamed."""
     streamed = stream_of(model)
     if streamed is not None:
         streamed.load_block(name)
@@ -213,7 +214,7 @@ class Stream:
         )
 
     def load_block(self, name: str) -> None:
-        """See :func:`load_block`."""
+        """See :func:`load_block`; a name outside the blocks is ignored."""
         if name.startswith(f"{self.root}."):
             self._turn(int(name.removeprefix(f"{self.root}.").partition(".")[0]))
 
@@ -269,7 +270,8 @@ class Stream:
             self._step = None
 
     def offload(self, hidden: Tensor, buffer: Tensor | None) -> Tensor:
-        """See :func:`offload`. Copies do not wait: one CUDA stream makes them in order."""
+        """See :func:`offload`; a tensor that is not on a GPU is returned as it is. Copies do not
+        wait: one CUDA stream makes them in order."""
         if hidden.device.type != "cuda":
             return hidden
         if buffer is None:

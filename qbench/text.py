@@ -15,7 +15,9 @@ NO_VALUE = "—"
 
 
 def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
-    """Return ``value`` with two decimals, as the papers print them; with ``percent`` times 100."""
+    """Return ``value`` with two decimals, as the papers print them; with ``percent`` times 100,
+    with ``signed`` a plus before gains. "—" for None and NaN, "∞" for infinity, three digits from
+    1e9 on."""
     if value is None or math.isnan(value):  # ∞ − ∞
         return NO_VALUE
     if math.isinf(value):
@@ -27,8 +29,8 @@ def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
 
 
 def ratio(logarithm: float, *, decimals: int = 3) -> str:
-    """Return exp(``logarithm``) as text with ``decimals`` decimals: 1.032; with three digits if it
-    is far from 1."""
+    """Return exp(``logarithm``) as text with ``decimals`` decimals: 1.032; with three digits below
+    0.1 and from 100 on, "∞" near the largest double."""
     if logarithm > 700:  # near the largest double
         return "∞"
     value = math.exp(logarithm)
@@ -85,7 +87,8 @@ def for_markdown(text: str) -> str:
 
 
 def for_csv(value: object) -> object:
-    """Return a cell of CSV; text that a spreadsheet would compute gets an apostrophe."""
+    """Return a cell of CSV: text in one line, with an apostrophe before what a spreadsheet would
+    compute; other values as they are."""
     if not isinstance(value, str):
         return value
     text = one_line(value)
@@ -106,7 +109,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) 
 
 
 def group_by_reason(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line ``names: reason`` per reason in (name, reason) ``pairs``."""
+    """Return a line ``names: reason`` per reason in (name, reason) ``pairs``, in order of first
+    appearance; from the ninth on names are only counted."""
     names: dict[str, list[str]] = {}
     for name, reason in pairs:
         names.setdefault(reason, []).append(name)

@@ -212,5 +212,5 @@ def test_a_folder_that_holds_symbolic_links_is_refused(packed, tmp_path, name):
     if (link := packed / name).exists():
         link.rename(packed / "other")
     link.symlink_to(tmp_path / "mine")
-    with pytest.raises(ResultsError, match=f"{name}: a symbolic link; a results folder"):
+    with pytest.raises(ResultsError, match=f"{name}: a symbolic link; put the file"):
         qbench("tables", packed)

@@ -350,7 +350,7 @@ def test_a_folder_with_a_symbolic_link_is_refused_before_the_search(name, tmp_pa
     monkeypatch.setattr(search, "search", None)
     (folder := tmp_path / "mix").mkdir()
     (folder / name).symlink_to(tmp_path / "mine")
-    with pytest.raises(QbenchError, match=f"{name}: a symbolic link; a results folder"):
+    with pytest.raises(QbenchError, match=f"{name}: a symbolic link; put the file"):
         qbench("budget", *OPTIONS, "--methods", "rtn-2bit", "--bits", 3, "--out", folder)
     assert not (tmp_path / "mine").exists()
 

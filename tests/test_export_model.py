@@ -152,7 +152,7 @@ def test_a_softpick_cell_keeps_its_attention_and_lost_weights_are_computed_again
                 "layers": {"mlp": "rtn-4bit", "*": {"name": "rtn-4bit", "symmetric": False}},
             },
             "gptq",
-            "symmetric beside asymmetric layers need --weights compressed",
+            "use --weights compressed-tensors, which alone holds symmetric",
         ),
     ],
 )

@@ -309,7 +309,8 @@ READ = (
 
 def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], ...]:
     """Return (path within ``folder``, bytes, time of change in nanoseconds) of all files that
-    loading reads: ``weights``, config.json, then the others by name."""
+    loading reads: ``weights``, config.json, then the others by name. Raises CheckpointError if one
+    is missing."""
     paths = (path for pattern in READ for path in folder.glob(pattern) if path.is_file())
     names = {path.relative_to(folder).as_posix() for path in paths} - {*weights, CONFIG}
     try:
@@ -320,7 +321,8 @@ def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], 
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if the checkpoint has no tokenizer file."""
+    """Raise CheckpointError if the checkpoint has no tokenizer file; whether it loads is not
+    tried."""
     weights = {header.file for header in checkpoint.headers.values()}
     names = {name for name, *_ in checkpoint.files if "chat_template" not in name} - weights
     if names <= {CONFIG, INDEX, "generation_config.json"}:
@@ -337,7 +339,8 @@ def require_unchanged(checkpoint: Checkpoint) -> None:
 
 def digests(folder: Path, names: list[str], weights: list[str]) -> tuple[str, dict[str, str]]:
     """Return the SHA-256 over the ``names`` and contents of files, ``LARGE`` ones in parts; and a
-    digest each of the ``weights``, the configuration and the tokenizer, by those words."""
+    digest each of the ``weights``, the configuration and the tokenizer, by those words. Raises
+    CheckpointError if a file cannot be read."""
     total = hashlib.sha256()
     parts = {name: hashlib.sha256() for name in ("weights", "config", "tokenizer")}
     for name in names:
@@ -388,7 +391,8 @@ class Checkpoint:
 
     @property
     def max_length(self) -> int | None:
-        """Return the longest context in tokens that the configuration states."""
+        """Return the longest context in tokens that the configuration states; None if it states
+        none."""
         return next((self.config[key] for key in CONTEXT if self.config.get(key)), None)
 
     @property
@@ -399,8 +403,9 @@ class Checkpoint:
 
 
 def read_own_training(folder: Path) -> Training | None:
-    """Return qbench's record of the training that wrote ``folder``; None if there is none. Raises
-    CheckpointError if the record or config.json was changed afterwards."""
+    """Return qbench's record of the training that wrote ``folder``; None if there is none, or
+    another program's file of that name. Raises CheckpointError if the record or config.json was
+    changed afterwards."""
     try:
         training = read_training(folder / TRAINING_FILE)
     except (OSError, ValueError):  # another program's file may have this name
@@ -439,10 +444,11 @@ def find(
     normalizer: str | None = None,
     quantized: bool = False,
 ) -> Checkpoint:
-    """Find the checkpoint ``source``, a folder, a GGUF file or a hub id, and check its files.
+    """Find the checkpoint ``source``, a folder, a GGUF file (dequantized into the cache) or a hub
+    id (downloaded at ``revision``), and check its files.
 
-    ``normalizer``: the recipe's, which must agree with the checkpoint's. ``quantized``: whether
-    its weights are quantized already. Raises CheckpointError for files that cannot be loaded.
+    ``normalizer``: the recipe's, which must agree with the checkpoint's. ``quantized``: whether its
+    weights are quantized already. Raises CheckpointError for files that cannot be loaded.
     """
     folder = _folder(source, revision)
     with named(source):
@@ -552,8 +558,9 @@ FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
 
 
 def linear_shapes(checkpoint: Checkpoint) -> Shapes:
-    """Return (outputs, inputs) by layer name of each linear layer and of fused experts. A matrix
-    that is stored transposed has a bias as long as its columns."""
+    """Return (outputs, inputs) by layer name of each linear layer and of fused experts (of one of
+    them). Embeddings, LM head and routers are left out. A matrix is read as transposed if its bias
+    is as long as its columns."""
     headers, shapes = model_headers(checkpoint), {}
     for full, header in headers.items():
         name = full.removesuffix(".weight")
@@ -596,7 +603,8 @@ def _no_linear_layer(name: str) -> bool:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether the checkpoint in ``folder`` has a chat template."""
+    """Return whether the checkpoint in ``folder`` has a chat template, as a file or in
+    tokenizer_config.json."""
     if any(folder.glob("*chat_template*")):
         return True
     try:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 
 def dequantized_folder(file: Path, cache: Path) -> Path:
-    """Return the folder in ``cache`` with ``file`` as a transformers checkpoint, made at the first
-    call. The weights lie on the file's grid. Raises CheckpointError with transformers' reason."""
+    """Return the folder in ``cache`` with ``file`` as a transformers checkpoint in bfloat16, made
+    at the first call. The weights lie on the file's grid. Raises CheckpointError with transformers'
+    reason."""
     folder = cache / "from-gguf" / kept_digest(file, file_digest)[:16] / file.stem
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
@@ -53,7 +54,7 @@ def dequantized_folder(file: Path, cache: Path) -> Path:
 
 def main(file: Path, folder: Path) -> None:
     """Write ``file`` to ``folder``. transformers saves no model that it loaded from GGUF, so the
-    weights go into a new one of the same configuration."""
+    weights go into a new one of the same configuration. Raises ValueError for a wrong tokenizer."""
     import gguf
     import torch
 

@@ -219,7 +219,8 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
-    """Return the checkpoint's generation settings, or those that follow from its config.json."""
+    """Return the checkpoint's generation settings, or those that follow from its config.json.
+    Raises CheckpointError if generation_config.json cannot be read."""
     if not (checkpoint.folder / "generation_config.json").is_file():
         return GenerationConfig.from_model_config(_config(checkpoint))
     try:
@@ -231,7 +232,7 @@ def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
 
 
 def attach(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Put ``tensors`` by name into the attention modules of ``model``, in its dtype.
+    """Put ``tensors`` [heads] by name into the attention modules of ``model``, in its dtype.
 
     Raises CheckpointError for a missing module, for a shape that is not the parameter's, and for a
     module that lacks what others of its class have.
@@ -435,8 +436,8 @@ def read_tensor(folder: Path, header: Header) -> torch.Tensor:
 @torch.inference_mode()
 def unlike_files(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
     """Return a line per parameter of ``model`` that differs from the tensor of its name in the
-    files, cast to its dtype. Parameters that transformers joins from several tensors, such as
-    experts, are skipped."""
+    files, cast to its dtype. Parameters without such a tensor, or of another shape, are skipped:
+    transformers joins some, such as experts, from several."""
     headers, lines = model_headers(checkpoint), []
     for name, parameter in list(model.named_parameters()):
         header = headers.get(name)
@@ -451,7 +452,7 @@ def unlike_files(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
 
 
 def require_stored_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
-    """Raise CheckpointError if a tied model's files hold another output matrix.
+    """Raise CheckpointError if a tied model's files hold another output matrix than the embeddings.
 
     transformers drops it or unties it with a warning only, by version, and lm-eval ties it anew.
     """
@@ -482,7 +483,7 @@ def probe_logits(model: PreTrainedModel, length: int = PROBE) -> torch.Tensor:
 
 def require_causal(model: PreTrainedModel, logits: torch.Tensor, why: str) -> None:
     """Raise CheckpointError, ending in ``why``, if later tokens, or more of them, change the logits
-    of earlier ones. ``logits``: those of :func:`probe_logits`."""
+    of earlier ones by more than rounding. ``logits``: those of :func:`probe_logits`."""
     first = logits[:, : PROBE // 2]
     change = float((first[0] - first[1]).abs().max())
     if change > NOISE.get(model.dtype, NOISE_OF_HALF) * float(first.abs().max()):
@@ -501,8 +502,9 @@ def require_causal(model: PreTrainedModel, logits: torch.Tensor, why: str) -> No
 
 
 def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
-    """Raise UnavailableError if the model does not call the attention function that qbench set, or
-    if its logits through it differ from ``logits`` [2, T, V], those of its class's attention."""
+    """Raise UnavailableError if the model fails on the attention function that qbench set or does
+    not call it, or if its logits through it differ from ``logits`` [2, T, V], those of its class's
+    attention, by more than rounding."""
     name = type(model).__name__
     try:
         with counted(model.config._attn_implementation) as calls:

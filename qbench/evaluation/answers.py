@@ -72,8 +72,8 @@ class Answered:
         self, divergences: pd.DataFrame | None, texts_of: Callable[[np.ndarray], list[str]]
     ) -> pd.DataFrame:
         """Return a table with the columns ``ANSWER_COLUMNS``: the prompt's row and one per token of
-        each answer. ``divergences`` are those of the ``KLObserver``; None if nothing was measured.
-        """
+        each answer. ``divergences`` are those of the ``KLObserver``; None if nothing was measured
+        (numbers are then NaN). ``texts_of`` gives the texts of token ids [N]."""
         measured = {} if divergences is None else divergences
         starts = np.cumsum([0, *self.lengths])
         parts = []
@@ -102,8 +102,9 @@ def answer(
     base: TaskHiddenStates | None,
     read: bool,
 ) -> Answered:
-    """Generate the cell's answers. With ``read`` also score trajectories, for the scorer's
-    observer: the answers of ``base``, the unquantized cell, or the cell's own if it is None.
+    """Generate the cell's answers, up to one of the token ids ``ends``. With ``read`` also score
+    trajectories, for the scorer's observer: the answers of ``base``, the unquantized cell, or the
+    cell's own if it is None.
 
     Raises EvaluationError if a prompt cannot be rendered or is too long.
     """
@@ -168,7 +169,7 @@ def _ask(
             except Exception as error:  # whatever a template raises
                 raise EvaluationError(
                     f"{ANSWERS}: the chat template cannot render prompt {document}: "
-                    f"{first_line(error)}"
+                    f"{first_line(error)}; mend the template or leave the prompt out"
                 ) from error
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:  # the messages' texts, to be continued
@@ -185,7 +186,8 @@ def _ask(
 def read_answers(
     scorer: Any, prompts: Sequence[AnswerPrompt], trajectories: Sequence[list[int]]
 ) -> None:
-    """Score the answers ``trajectories``, so that the scorer's observer sees every token."""
+    """Score the answers ``trajectories``, token ids per prompt, so that the scorer's observer sees
+    every token."""
     pairs = zip(prompts, trajectories, strict=True)
     requests = to_requests((prompt.ids, tokens, i) for i, (prompt, tokens) in enumerate(pairs))
     instances = [
@@ -238,7 +240,7 @@ def _scored(
 
 def with_kl(scored: Outcomes, divergences: pd.DataFrame, label: str) -> Outcomes:
     """Return ``scored`` with the KL divergence along the answers added, per prompt, and its
-    variance if answers are drawn."""
+    variance if several are drawn. ``label``: of the scores."""
     samples = divergences.groupby(["document", "request"])["kl"].mean()
     prompts = divergences.groupby("document")["kl"].mean()
     spread = samples.groupby("document").sem() ** 2

@@ -89,7 +89,8 @@ def divergence_table(
 
 
 def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
-    """Return Σ values / Σ weights over documents with the standard error that tables give it."""
+    """Return Σ values / Σ weights over documents with the standard error that tables give it. None:
+    the value without documents, the error if one document has all the weight."""
     count, total = len(values), float(weights.sum())
     if count == 0:
         return Ratio(value=None, stderr=None, documents=0)

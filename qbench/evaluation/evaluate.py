@@ -145,7 +145,8 @@ class TemplateTask(ConfigurableTask):
         return self._once(super().doc_to_choice, doc, doc_to_choice)
 
     def build_all_requests(self, **settings: Any) -> None:
-        """Build the requests once, since models of a process share them; forget earlier answers."""
+        """Build the requests once, since models of a process share them, and anew if they may draw
+        or ``settings`` changed; forget earlier answers."""
         if not self.draws_nothing or self._built != settings:
             super().build_all_requests(**settings)
             self._built = settings
@@ -178,10 +179,8 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
     """Return lm-eval's object of ``spec``; a process gets the same one each time.
 
     ``tokenizer`` is the folder of the checkpoint's, for a definition whose prompts have a length in
-    tokens (``spec.needs_tokenizer``).
-
-    Raises DataError if definition or data changed since they were planned, or if lm-eval cannot use
-    them.
+    tokens (``spec.needs_tokenizer``). Raises DataError if definition or data changed since they
+    were planned, or if lm-eval cannot use them.
     """
     config = read_definition(spec.definition)
     config["num_fewshot"] = spec.num_fewshot
@@ -510,7 +509,9 @@ def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
         )
     for score in scores:
         if math.isnan(score.value):
-            raise EvaluationError(f"{task.name}: {score.metric} is not a number")
+            raise EvaluationError(
+                f"{task.name}: {score.metric} is not a number; leave it out of the metric_list"
+            )
     return Outcomes(scores=scores, outcomes=outcomes, responses=responses)
 
 
@@ -584,11 +585,13 @@ def _require_system_role(render: Callable[..., str], task: Any, instruction: str
 def rebuild_requests(
     record: Record, specs: Sequence[TaskSpec], documents: int, task: str | None = None
 ) -> dict[str, dict[int, Question]]:
-    """Return task → document → its prompt texts and right answer, for the first ``documents``.
+    """Return task → document → its prompt texts and right answer, for the first ``documents`` of
+    all ``specs``, or of ``task`` alone.
 
-    Records do not keep prompts; they are made again from the recipe and its data. Prompts that
-    depend on a tokenizer (conversations, prompts of a length in tokens) are left out. Raises
-    DataError if recipe or data differ from those that the record's cell scored.
+    Records do not keep prompts; they are made again from the recipe and its data. Left out: tasks
+    that the record lacks, and prompts that depend on a tokenizer (conversations, prompts of a
+    length in tokens). Raises DataError if recipe or data differ from those that the record's cell
+    scored.
     """
     scoring = record.key_parts.get("scoring") or {}
     settings = ScoringSettings(
@@ -812,6 +815,7 @@ def response_table(rows: Sequence[Response]) -> pd.DataFrame:
 def text_response(
     task: str, document: int, request: int, filter_: str | None, text: str
 ) -> Response:
-    """Return the row of a generated text, cut to ``ANSWER_CHARACTERS``."""
+    """Return the row of a generated text, cut to ``ANSWER_CHARACTERS``; ``filter_`` None: as the
+    model wrote it."""
     kept = text[:ANSWER_CHARACTERS].encode(errors="replace").decode()  # Parquet is UTF-8
     return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))

@@ -52,8 +52,8 @@ class BaselineHiddenStates:
     bias: Tensor | None
 
     def save(self, cache: Path, parts: Mapping[str, Any], task: str) -> None:
-        """Write the hidden states of ``task``, and the LM head, to the cache, each with its digest.
-        ``parts``: the cell's key parts. Raises ResultsError if that fails."""
+        """Write the hidden states of ``task``, and the LM head unless the cache has it, each with
+        its digest. ``parts``: the cell's key parts. Raises ResultsError if that fails."""
         states = self.tasks.get(task)
         files = {task_key(parts, task): {} if states is None else states._asdict()}
         try:
@@ -77,8 +77,9 @@ class BaselineHiddenStates:
     def load(
         cls, cache: Path, parts: Mapping[str, Any], tasks: Iterable[str]
     ) -> BaselineHiddenStates:
-        """Read the hidden states of ``tasks``, memory-mapped. Raises ResultsError if a file is
-        missing, damaged or another cell's."""
+        """Read the hidden states of ``tasks``, memory-mapped; tasks that score no token are left
+        out. ``parts``: the cell's key parts. Raises ResultsError if a file is missing, damaged or
+        another cell's."""
         states = {}
         for task in tasks:
             if tensors := _read(cache, task_key(parts, task)):
@@ -213,7 +214,8 @@ class KLObserver:
         if bad := int((~np.isfinite(kl)).sum()):
             raise EvaluationError(
                 f"{self._name}: the divergence of {bad} of {len(kl)} tokens is not a number; the "
-                "model gives NaN or infinite logits there"
+                "model gives NaN or infinite logits there; try another compute_dtype, or leave the "
+                "cell out"
             )
         self.divergences[self._name] = pd.DataFrame(
             {

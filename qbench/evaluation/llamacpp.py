@@ -160,7 +160,9 @@ class LlamaCpp:
         self._model = library.llama_model_load_from_file(str(path).encode(), model_settings)
         if not self._model:
             why = f" ({_errors[0]})" if _errors else ""
-            raise UnavailableError(f"{path}: llama.cpp of xllamacpp {VERSION} cannot load it{why}")
+            raise UnavailableError(
+                f"{path}: llama.cpp of xllamacpp {VERSION} cannot load it{why}; make the file again"
+            )
         settings = library.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = context, BATCH, BATCH
         # as unquantized keys and values are elsewhere; float16 is its default
@@ -169,14 +171,17 @@ class LlamaCpp:
         settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
         self._context = library.llama_init_from_model(self._model, settings)
         if not self._context:
-            raise UnavailableError(f"{path}: llama.cpp refuses a context of {context} tokens")
+            raise UnavailableError(
+                f"{path}: llama.cpp refuses a context of {context} tokens; lower "
+                "evaluation.max_length"
+            )
         vocabulary = library.llama_model_get_vocab(self._model)
         self.vocabulary = int(library.llama_vocab_n_tokens(vocabulary))
         expected = shell.config.get_text_config().vocab_size
         if self.vocabulary != expected:
             raise CheckpointError(
                 f"{path}: {self.vocabulary} tokens, and the original has {expected}: it is not a "
-                "copy of it"
+                "copy of it; name the model that it was made from under checkpoints"
             )
         self._batch = library.llama_batch_init(BATCH, 0, 1)
         weakref.finalize(self, _free, library, self._batch, self._context, self._model)
@@ -187,8 +192,9 @@ class LlamaCpp:
         return LlamaCppScorer(self, tokenizer, settings, **observed)
 
     def logits(self, tokens: Sequence[int], first: int) -> Iterator[Tensor]:
-        """Yield the logits after each of ``tokens`` from index ``first`` on, in parts float32
-        [n, vocabulary]; a part is overwritten by the next one."""
+        """Yield the logits after each of ``tokens`` from index ``first`` on, in parts float32 [n,
+        vocabulary]; a part is overwritten by the next one. The beginning shared with the last call
+        is not computed again. Raises EvaluationError if llama.cpp fails."""
         reused = 0
         for ours, theirs in zip(self._kept, tokens, strict=False):
             if ours != theirs or reused == first:
@@ -211,7 +217,8 @@ class LlamaCpp:
                 self._kept = []
                 tokens_read = start + len(part)
                 raise EvaluationError(
-                    f"llama.cpp failed on {tokens_read} tokens (code {code}); is memory short?"
+                    f"llama.cpp failed on {tokens_read} tokens (code {code}); if memory is short, "
+                    "lower evaluation.max_length"
                 )
             self._kept += part
             if (rows := len(part) - max(0, first - start)) > 0:
@@ -228,7 +235,8 @@ class LlamaCpp:
         longest: int | None = None,
         progress: Advance | None = None,
     ) -> list[list[int]]:
-        """Return each prompt's new token ids; arguments as in ``scoring.generate.decode``."""
+        """Return each prompt's new token ids; arguments as in ``scoring.generate.decode``,
+        ``model`` unused."""
         answers: list[list[int]] = []
         for index, prompt in enumerate(prompts):
             tokens, answer = list(prompt.ids), []
@@ -247,8 +255,8 @@ class LlamaCpp:
         return answers
 
     def disagreement(self, dequantized: Any, probe: Tensor) -> list[str]:
-        """Return a list with one line if llama.cpp's logits differ from those of ``dequantized``, a
-        transformers model with the file's weights; else an empty list."""
+        """Return a list with one line if llama.cpp's logits on ``probe`` [B, T] differ from those
+        of ``dequantized``, a transformers model with the file's weights; else an empty list."""
         with torch.no_grad():
             expected = dequantized(input_ids=probe, use_cache=False).logits.float().cpu()
         logits = torch.stack(
@@ -374,7 +382,7 @@ def external_model(model: str, args: Mapping[str, Any]) -> LM:
         return get_model(model).create_from_arg_obj(dict(args))
     except Exception as error:  # whatever its library, its server or its arguments say
         raise UnavailableError(
-            f"lm-eval's {model} cannot be started: {first_line(error)}"
+            f"lm-eval's {model} cannot be started: {first_line(error)}; correct its args"
         ) from error
 
 
@@ -387,7 +395,8 @@ class ExternalScorer(LM):
         self._probed = False
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Return the runtime's log-likelihoods, after checking once that they are probabilities."""
+        """Return the runtime's log-likelihoods, after checking once that they are probabilities.
+        Raises EvaluationError if they are not, or with the runtime's error."""
         if not self._probed:
             self._require_probabilities()
             self._probed = True

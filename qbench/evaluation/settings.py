@@ -81,7 +81,8 @@ def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | No
 
 def bias_margin(sample: SampleDifference) -> float:
     """Return how far the bias over all documents may lie from the sample's, in nats per token: the
-    quantile of Student's t at ``CERTAINTY`` times the standard error, 0 for all documents."""
+    quantile of Student's t at ``CERTAINTY`` times the standard error, 0 if all were sampled,
+    infinite for a single one."""
     if sample.population is not None and sample.documents >= sample.population:
         return 0.0
     if sample.bias_stderr is None:
@@ -219,9 +220,8 @@ class ScoringSettings:
 
 
 def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
-    """Return the tokens of a pack. They depend only on the device type and the model's shape:
-    the same packs wherever the model runs, however much memory is free there.
-    """
+    """Return the tokens of a pack. They depend only on the device type and the model's shape
+    (``config``): the same packs wherever the model runs, however much memory is free there."""
     most = BATCH_TOKENS[device]
     if device == "cpu":
         return most
@@ -230,7 +230,8 @@ def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:
-    """Return the width of the hidden states, by any of transformers' names for it."""
+    """Return the width of the hidden states, by any of transformers' names for it, else
+    ``UNKNOWN_HIDDEN_SIZE``."""
     inner = config.get("text_config")
     levels = (config, inner) if isinstance(inner, Mapping) else (config,)
     widths = (level.get(n) for level in levels for n in ("hidden_size", "n_embd", "d_model"))

@@ -107,7 +107,8 @@ def definition_file(name: str, definitions: Path | None) -> Path:
 
 
 def expand(name: str, definitions: Path | None) -> list[str]:
-    """Return the leaf tasks of ``name``: itself, or the members of a group or tag."""
+    """Return the leaf tasks of ``name``: itself, or the members of a group or tag (tried in this
+    order). Raises RecipeError for an unknown name."""
     if _find("task", name, definitions) is not None:
         return [name]
     if (path := _find("group", name, definitions)) is not None:
@@ -318,7 +319,7 @@ class Row:
 
     def text(self, field: str, source: str | Path) -> str:
         """Return the text of ``field``, "" for null. Raises DataError, naming ``source`` and line,
-        if it is not text."""
+        if it is missing or not text."""
         text = self.fields.get(field, 0)
         if not isinstance(text, str | None):
             fields = ", ".join(
@@ -332,10 +333,8 @@ class Row:
 
 
 def read_rows(path: Path) -> tuple[list[Row], str]:
-    """Return the rows of a JSON Lines file, and the SHA-256 of the bytes that were parsed.
-
-    Raises DataError with file and line.
-    """
+    """Return the rows of a JSON Lines file, and the SHA-256 of the bytes that were parsed. Raises
+    DataError, with file and line, for a broken row, and for a file without rows."""
     try:
         payload = path.read_bytes()
     except OSError as error:
@@ -343,19 +342,22 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
     # not splitlines: a string in JSON may hold U+2028, which is no end of a line
     rows = list(parse_rows(path, payload.split(b"\n")))
     if not rows:
-        raise DataError(f"{path}: no documents in it")
+        raise DataError(f"{path}: no documents in it; write one JSON object per line")
     return rows, digest(payload)
 
 
 def parse_rows(path: str | Path, lines: Iterable[bytes | str]) -> Iterator[Row]:
-    """Yield the rows of the ``lines`` of a JSON Lines file. Raises DataError with file and line."""
+    """Yield the rows of the ``lines`` of a JSON Lines file, blank lines left out. Raises DataError
+    with ``path`` and line."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number}: not JSON ({error})") from None
+            raise DataError(
+                f"{path}:{number}: not JSON ({error}); write one object per line"
+            ) from None
         if not isinstance(fields, dict):
             raise DataError(f"{path}:{number}: a JSON object is needed, this is {fields!r:.40}")
         yield Row(line=number, fields=fields)
@@ -462,7 +464,8 @@ def plan_task(
                 max_gen_toks = int(value)
             except (TypeError, ValueError):
                 raise DataError(
-                    f"{name}: generation_kwargs: {key}: {value!r:.40} is no number of tokens"
+                    f"{name}: generation_kwargs: {key}: must be a whole number of tokens, not "
+                    f"{value!r:.40}"
                 ) from None
             break
     return TaskSpec(
@@ -489,14 +492,16 @@ def plan_answers(
     prompts: str, settings: AnswerSettings, *, data: Path | None, definitions: Path | None
 ) -> TaskSpec:
     """Return the task ``ANSWERS`` with the prompts of ``prompts``: a JSON Lines file,
-    ``chat_prompts`` (those that come with qbench), or a task.
+    ``chat_prompts`` (those that come with qbench), or, with ``settings.from_task``, a task.
 
-    Raises DataError for a file that cannot be used, RecipeError for an unknown task.
+    Raises DataError for a file or task without prompts, RecipeError for an unknown task.
     """
     if settings.from_task:
         spec = plan_task(prompts, data=data, definitions=definitions)
         if spec.output_type == "loglikelihood_rolling":
-            raise DataError(f"answers: {prompts} scores whole texts and has no prompts")
+            raise DataError(
+                f"answers: {prompts} scores whole texts and has no prompts; name another task"
+            )
         return replace(
             spec, name=ANSWERS, label=f"{ANSWERS} [{spec.label}]", answers=settings,
             max_gen_toks=settings.max_new_tokens,
@@ -543,7 +548,8 @@ def prompt_fields(row: Row, path: Path) -> dict[str, str]:
 
 
 def evaluation_split(config: dict[str, Any]) -> str | None:
-    """Return the split that lm-eval scores: test, or validation if there is no test split."""
+    """Return the split that lm-eval scores: test, or validation if there is no test split; None
+    without either."""
     return config.get("test_split") or config.get("validation_split")
 
 
@@ -606,7 +612,7 @@ def _local_files(
             has = ", ".join(f"{stem}.jsonl" for stem in present) or "nothing"
             raise MissingDataError(
                 f"{name}: {what} in {folder} (it has {has}); put the split "
-                "there, one JSON object a line, with the field names of the hub's; or put "
+                "there, one JSON object per line, with the field names of the hub's; or put "
                 f"into the recipe tasks: [{{name: {name}, files: {instead}}}]"
             )
         path = folder / f"{stem}.jsonl"

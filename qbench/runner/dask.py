@@ -114,7 +114,7 @@ def _connect(address: str) -> Client:
             scheduler = json.loads(Path(address).read_bytes())["address"]
         except (ValueError, TypeError, KeyError):
             raise UnavailableError(
-                f"--cluster {address}: not what `dask scheduler --scheduler-file` writes"
+                f"--cluster {address}: name the file that `dask scheduler --scheduler-file` wrote"
             ) from None
     try:
         return Client(scheduler, timeout=SECONDS_TO_CONNECT, set_as_default=False)
@@ -221,8 +221,9 @@ def _settle(future: Future, task: DaskFuture) -> None:
 
 
 def run_here(payload: bytes, worker: Worker) -> Any:
-    """Run the pickled call on this worker, after checking that the worker suits the run, since it
-    may have joined later; end the process if its GPU is broken, and Dask starts another."""
+    """Run the pickled call on this worker and return its result. Raises UnavailableError if the
+    worker, which may have joined later, does not suit the run; ends the process if its GPU is
+    broken, and Dask starts another."""
     if broken_device() is not None:
         os._exit(1)  # its nanny starts another process, where Dask runs the call again
     expected, tokens, call = pickle.loads(payload)

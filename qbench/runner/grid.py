@@ -62,8 +62,9 @@ def run_cells(
     valid records too. ``cache``: folder of quantized weights and unquantized hidden states (None:
     ``$QBENCH_CACHE``).
 
-    A cell begins after the unquantized cell that its damage is measured against. If its process
-    dies, its record says so and the others go on.
+    A cell begins after the unquantized cell that its damage is measured against. If a cell fails or
+    its process dies, its record says so and the others go on. The plan's manifest replaces the
+    folder's. Raises NewerSchemaError if a newer qbench wrote that.
     """
     chosen = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
@@ -232,11 +233,11 @@ def run_cell(
     reuse: bool = True,
 ) -> Record:
     """Return the valid record of the cell ``name`` in the results folder ``out``; compute the cell
-    if there is none, or with ``force``.
+    if there is none, or with ``force``. If it fails, the record says so.
 
     ``cache`` holds quantized weights, unquantized hidden states and finished tasks, which are used
     unless ``reuse`` is false. The cell is locked meanwhile: if another run computes it, this waits
-    and takes its record.
+    and takes its record, even with ``force``.
     """
     cell, store = plan.cell(name), Store(out)
     lock = FileLock(store.lock_file(cell.grid_cell))
@@ -281,7 +282,8 @@ def run(
 
 
 def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
-    """Make the quantized weights of the cell ``name`` in ``cache``. Errors go to its log only."""
+    """Make the quantized weights of the cell ``name`` in ``cache``. Errors go to the cell's log in
+    the results folder ``out`` only."""
     cell = plan.cell(name)
 
     def work() -> None:
@@ -338,7 +340,8 @@ def baseline_error(cache: Path, cell: Cell, record: Record) -> str | None:
 
 
 def summary(record: Record) -> str:
-    """Return one line on a finished cell: stages with seconds, and the audit's measurements."""
+    """Return one line on a finished cell: its error, or stages with seconds, the audit's
+    measurements and the tasks that failed."""
     if record.status == "failed":
         return f"{record.cell}: FAILED: {record.error}"
     cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)

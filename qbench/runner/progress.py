@@ -99,7 +99,8 @@ class Display:
         self.log(f"{elapsed:7.1f}s [{self._numbers[cell]}/{self._cells}] {cell}: {step}")
 
     def log(self, line: str, style: str = "") -> None:
-        """Print a line that stays. A reason for which several cells fail is printed once."""
+        """Print a line that stays. A reason for which several cells fail is printed once; later
+        lines name the first cell."""
         cell, failed, reason = line.partition(FAILED)
         if failed:
             first = self._reasons.setdefault(reason, cell)
@@ -123,7 +124,8 @@ class Display:
             self._print_step(cell, name)
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
-        """Set how far the step is."""
+        """Show that ``completed`` of ``total`` pieces of the cell's stage are done; None keeps its
+        total."""
         if cell in self._rows:
             self._bars.update(self._rows[cell], completed=completed, total=total)
 

@@ -63,7 +63,8 @@ class SerialExecutor(Executor):
     """An executor that runs each call in this process when it is submitted."""
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        """Call ``fn`` now; return a future that has its result or exception."""
+        """Call ``fn`` now; return a future that has its result or exception: LostExecutorError,
+        without a call, if this process can use its GPU no more."""
         future: Future = Future()
         try:
             if (problem := broken_device()) is not None:
@@ -202,7 +203,8 @@ def _with_state(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any,
 
 
 def begin(gpu: int | None) -> None:
-    """Prepare a worker process before its first call. ``gpu``: index of the GPU that it sees."""
+    """Prepare a worker process before its first call. ``gpu``: index of the GPU that it sees, None
+    on the CPU."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ[VISIBLE] = gpu_of_environment(gpu)
@@ -213,8 +215,9 @@ def begin(gpu: int | None) -> None:
 
 
 def start_gpu() -> None:
-    """Create the context in which PyTorch will use this process's first GPU: it takes about as long
-    as importing PyTorch, and calls through ctypes let other threads import meanwhile."""
+    """Create the context in which PyTorch will use this process's first GPU, if there is one: it
+    takes about as long as importing PyTorch, and calls through ctypes let other threads import
+    meanwhile."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     with suppress(OSError):  # no driver
         driver = ctypes.CDLL("libcuda.so.1")

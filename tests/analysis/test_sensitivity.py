@@ -73,7 +73,7 @@ def test_a_part_without_numbers_is_refused(models):
     with torch.no_grad():
         broken.get_submodule(name).weight[0] = float("nan")
     base = Baseline(original, torch.randint(3, 400, (2, 20)), batch=2)
-    with pytest.raises(EvaluationError, match="up_proj: if it is quantized, the model's logits"):
+    with pytest.raises(EvaluationError, match="up_proj: if quantized, the model's logits"):
         base.against(Unit(name=name, layer=0, modules=(name,)), broken)
 
 

@@ -84,7 +84,7 @@ def test_few_shot_examples_may_come_from_another_file_which_is_shown(tmp_path):
 
 def test_files_of_examples_that_nobody_asks_for_are_refused(tmp_path):
     write(tmp_path, "boolq", "validation", BOOLQ)
-    with pytest.raises(RecipeError, match="boolq: files: fewshot names a file, but it has no"):
+    with pytest.raises(RecipeError, match="boolq: files: fewshot names a file, but it draws no"):
         plan_task("boolq", data=tmp_path, definitions=None, fewshot_files=["validation"])
 
 
@@ -223,7 +223,7 @@ def test_limits_of_answers_are_read_as_by_hflm(tmp_path, stated, tokens):
     (tmp_path / "shots.yaml").write_text(
         f"{kind}test_split: test\ngeneration_kwargs: {{max_new_tokens: many}}\n"
     )
-    with pytest.raises(DataError, match="max_new_tokens: 'many' is no number of tokens"):
+    with pytest.raises(DataError, match="max_new_tokens: must be a whole number of tokens, not 'many'"):
         ask()
 
 

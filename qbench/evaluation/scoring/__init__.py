@@ -24,7 +24,8 @@ def language_model(
     progress: Advance | None = None,
     observer: Observer | None = None,
 ) -> Any:
-    """Return an lm-eval language model over ``model``, a causal LM of transformers in eval mode.
+    """Return an lm-eval language model over ``model``, a causal LM of transformers in eval mode, or
+    a runtime of lm-eval or llama.cpp, which scores in its one way.
 
     Mode ``lm-eval`` is HFLM itself with these settings, ``exact`` gives its scores faster, ``fast``
     gives scores within ``settings.tolerance`` of exact ones. ``progress(done, total)`` counts

@@ -116,7 +116,8 @@ class Counts:
     transformers_generation: dict[str, str] = field(default_factory=dict)
 
     def add_requests(self, task: str, count: int, truncated: int, max_length: int) -> None:
-        """Count a task's requests and the truncated ones. Raises EvaluationError if all are."""
+        """Count a task's requests and those of them that were cut to ``max_length`` tokens,
+        ``truncated``. Raises EvaluationError if all were."""
         self.requests += count
         self.truncated += truncated
         if truncated == count > 0:
@@ -134,8 +135,8 @@ def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
     most = max((max(tokens, default=0) for tokens in prompts), default=0)
     if most >= rows:
         raise EvaluationError(
-            f"its tokenizer gives token id {most}, but the model embeds {rows} ids: the tokenizer "
-            "belongs to another model"
+            f"its tokenizer gives token id {most}, but the model embeds {rows} ids: put the "
+            "tokenizer of this model into its folder"
         )
 
 
@@ -169,7 +170,7 @@ def encode_texts(
     prefix_id: int,
 ) -> list[list[int]]:
     """Return token ids as HFLM makes them: with the special tokens that the tokenizer adds, unless
-    ``add_bos`` is False or the text begins with the prefix token's text."""
+    ``add_bos`` is False or the text begins with the text of the prefix token ``prefix_id``."""
     prefix = tokenizer.decode(prefix_id)
     if add_bos is False or not prefix:
         return encode(tokenizer, texts, special_tokens=False)
@@ -320,7 +321,8 @@ class PaddedBatch(BatchPlan):
         return len(self.groups) * self.length
 
     def collate(self, requests: Sequence[Request]) -> Batch:
-        """Return the ids, padded on the right with 0, and what their hidden states score."""
+        """Return the ids [groups, length], padded on the right with 0, and what their hidden states
+        score; ``requests``: all that were planned."""
         ids = np.zeros((len(self.groups), self.length), dtype=np.int64)  # HFLM pads with id 0
         members, flat = [], []
         for i, g in enumerate(self.groups):
@@ -401,7 +403,8 @@ class Packing:
     batch_tokens: int
 
     def plan(self, requests: Sequence[Request], *, windows: bool) -> list[Pack]:
-        """Return packs, the longest prefix groups first."""
+        """Return packs, the longest prefix groups first. ``windows``, of ``Padding.plan``, changes
+        nothing."""
         groups = prefix_groups(requests, self.max_length, self.batch_tokens)
         groups.sort(key=lambda group: (-group.tokens, group.prefix))
         packs: list[Pack] = []
@@ -425,7 +428,8 @@ class Pack(BatchPlan):
         return sum(group.tokens for group in self.groups)
 
     def collate(self, requests: Sequence[Request]) -> PackedBatch:
-        """Return the pack as a row of ids, with segments and what hidden states score."""
+        """Return the pack as a row of ids [1, T], with segments and what hidden states score;
+        ``requests``: all that were planned."""
         ids: list[int] = []
         positions: list[np.ndarray] = []
         queries, keys, seen = [], [], []  # of each segment

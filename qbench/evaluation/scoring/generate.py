@@ -100,7 +100,8 @@ def generate(
 
     Stop strings, limits and truncation of long prompts are HFLM's; in float32 on a CPU so are the
     answers. Requests are counted in ``counts``. ``runtime`` decodes in place of :func:`decode`.
-    Raises EvaluationError if logits are not numbers, or an answer has no room.
+    Raises EvaluationError if logits are not numbers, an answer has no room, or all prompts would be
+    cut.
     """
     counts = counts or Counts()
 
@@ -133,7 +134,10 @@ def _prompts(
     kwargs = [normalize_gen_kwargs(request.args[1], hflm.max_gen_toks) for request in requests]
     if requests and hflm.eot_token_id is None:
         task = requests[0].task_name
-        raise EvaluationError(f"{task}: its tokenizer has no EOS token, which ends answers")
+        raise EvaluationError(
+            f"{task}: the checkpoint's tokenizer has no EOS token, which ends answers; name one in "
+            "tokenizer_config.json"
+        )
     eos = hflm.tok_decode(hflm.eot_token_id, skip_special_tokens=False)
     encoded = encode_texts(
         hflm.tokenizer,
@@ -217,11 +221,11 @@ def decode(
 ) -> list[list[int]]:
     """Return the answer's token ids for each prompt.
 
-    An answer ends at its limit, with one of ``ends``, or when ``finished(prompt's index, tokens so
-    far)`` returns true, which is called every few tokens. ``longest``: how many tokens of prompt
-    and answer the model has positions for. Work is counted in ``counts``.
-
-    Raises EvaluationError if logits are not numbers, or a single prompt does not fit the device.
+    An answer ends at its limit, with one of ``ends`` (kept as its last token), or when
+    ``finished(prompt's index, tokens so far)`` returns true, which is called every few tokens.
+    ``longest``: how many tokens of prompt and answer the model has positions for. Work is counted
+    in ``counts``. If memory is short, fewer prompts are decoded at once. Raises EvaluationError if
+    logits are not numbers, or a single prompt does not fit the device.
     """
     counts = counts or Counts()
     check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
@@ -573,8 +577,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def takes_graphs(model: Any) -> bool:
-    """Return whether a step may be captured as a graph: on a GPU with our kernels, without a
-    quantized cache that must ask on the host where sequences begin."""
+    """Return whether a step may be captured as a graph: on a GPU with our kernels, all blocks
+    there, without a quantized cache that must ask on the host where sequences begin."""
     attention = model.config._attn_implementation or ""
     ours = attention.startswith("qbench-") and attention.endswith("-triton")
     apart = needs_sequences(model) or stream_of(model) is not None
@@ -616,7 +620,7 @@ def decode_by_transformers(
     model: Any, prompts: Sequence[Prompt], *, ends: Collection[int], batch_size: int
 ) -> list[list[int]]:
     """Return what :func:`decode` returns, by transformers' ``generate``, for models that slots do
-    not support. Prompts of one length share a batch, without padding."""
+    not support. At most ``batch_size`` prompts of one length share a batch, without padding."""
     check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
     answers: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
@@ -681,7 +685,7 @@ def generate_by_hflm(hflm: HFLM, requests: Sequence[Any], counts: Counts) -> lis
     except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise EvaluationError(
             "transformers cannot generate with what generation_config.json and the task's "
-            f"generation_kwargs set: {type(error).__name__}: {first_line(error)}"
+            f"generation_kwargs set: {type(error).__name__}: {first_line(error)}; correct them"
         ) from error
     finally:
         hook.remove()

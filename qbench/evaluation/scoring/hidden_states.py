@@ -139,7 +139,8 @@ class PackedForward:
         self._attention = model.config._attn_implementation
         if not str(self._attention).startswith(("qbench-", "flash_attention")):
             raise UnavailableError(
-                f"packs need an attention that takes cu_seqlens, not {self._attention!r}"
+                f"packs need an attention that takes cu_seqlens, not {self._attention!r}; use "
+                "scoring: exact"
             )
 
     def __call__(self, batch: PackedBatch) -> Tensor:
@@ -249,8 +250,8 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
 
 
 def fit_settings(model: Any, settings: ScoringSettings) -> tuple[ScoringSettings, str]:
-    """Return ``settings`` with the fastest scoring that suits ``model``, and the measurement that
-    rules out faster ones ("" if none)."""
+    """Return ``settings`` with the fastest scoring that suits ``model`` (fast in packs, fast in
+    padded rows or exact, lm-eval), and the measurement that rules out faster ones ("" if none)."""
     if settings.mode == "lm-eval":
         return settings, ""
     try:

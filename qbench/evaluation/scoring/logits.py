@@ -73,8 +73,9 @@ class Projection:
 
 
 def probe_matmul(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> MatmulRounding:
-    """Measure how many rows the head's product needs to round as a full product does: compare parts
-    of a random product [200, head's width] with the same rows of the whole."""
+    """Measure how many rows the head's product in ``dtype`` needs to round as a full product does:
+    compare parts of a random product [200, head's width] with the same rows of the whole. On a GPU
+    nothing is measured: rows are taken out freely."""
     if device.type != "cpu":  # no claim to the bit there
         return MatmulRounding(rows=0, multiple=1, stable=True)
     width = getattr(head, "in_features", None) or head.weight.shape[-1]
@@ -179,7 +180,8 @@ def score_rows(
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Return a copy on ``device`` without waiting for work already queued there."""
+    """Return a copy on ``device`` without waiting for work already queued there; on a CPU the
+    memory may be shared with ``array``."""
     tensor = torch.as_tensor(array)
     if device.type != "cuda":
         return tensor.to(device)
@@ -192,9 +194,9 @@ LogLikelihood = tuple[float, bool]  # in nats, and whether every token was the l
 def in_order(
     results: Sequence[tuple[Batch, RowScores]], count: int, *, exact: bool
 ) -> list[LogLikelihood]:
-    """Return the log-likelihood of each request, in input order, after one copy to host memory.
-    ``exact``: summed by torch in the dtype of the log-probabilities, which is HFLM's rounding.
-    """
+    """Return the log-likelihood of each of the ``count`` requests, in input order, after one copy
+    to host memory. ``exact``: summed by torch in the dtype of the log-probabilities, which is
+    HFLM's rounding; else in float64."""
     values = torch.cat([scores.log_probability for _, scores in results]).cpu()
     likeliest = torch.cat([scores.likeliest for _, scores in results]).cpu().numpy()
     requests = np.concatenate([batch.request_indices for batch, _ in results])

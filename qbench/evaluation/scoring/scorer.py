@@ -296,7 +296,8 @@ class Scorer(LM):
         return generate(self.hflm, requests, progress=self._progress, counts=self._counts)
 
     def answer(self, prompts: Sequence[Prompt], ends: Collection[int]) -> list[list[int]]:
-        """Return the tokens of the model's answer to each prompt, up to one of ``ends``."""
+        """Return the tokens of the model's answer to each prompt, up to and with one of
+        ``ends``."""
         model = self.hflm.model
         if reason := unsupported_by_slots(model, [{}]):
             self._counts.transformers_generation[ANSWERS] = reason
@@ -311,7 +312,9 @@ class Scorer(LM):
         self, instances: Sequence[Any], requests: list[Request], *, windows: bool = False
     ) -> list[LogLikelihood]:
         """Return the log-likelihoods of ``requests``; ``requests[i].owner`` is the index of its
-        lm-eval instance. ``windows``: they are rolling windows."""
+        lm-eval instance. ``windows``: they are rolling windows. Raises EvaluationError if a
+        continuation or all requests are too long, if memory is short, or if fast scores leave the
+        tolerance without ``fallback``."""
         if not requests:
             return []
         most, task = self.settings.max_length, instances[0].task_name
@@ -509,10 +512,10 @@ def compare(
     by_bias: bool = False,
     population: int | None = None,
 ) -> DifferenceFromExact:
-    """Compare ``fast`` with ``exact`` scores of a sample, one entry per request. With ``by_bias``
-    the sample is judged by its mean difference alone. Raises EvaluationError for scores that are
-    not numbers.
-    """
+    """Compare ``fast`` with ``exact`` scores of a sample, one entry per request: its document,
+    scored ``tokens`` and log-likelihood. With ``by_bias`` the sample is judged by its mean
+    difference alone; ``population``: documents it was drawn from. Raises EvaluationError for scores
+    that are not numbers."""
     if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
         why = "fast scoring gives NaN or infinite logits, exact does not; set scoring: exact"
         if not all(math.isfinite(score) for score, _ in exact):
