@@ -44,7 +44,7 @@ ODD: list[tuple[tuple[str, ...], str]] = [
     *(((*RUN, *more), words) for more, words in (
         (("--checkpoint", "softpick"), "^--checkpoint: write NAME=PATH_OR_HUB_ID .it is 'softp"),
         (("--tasks", ","), "^--tasks: write names with commas between them .it is ','.$"),
-        (("--quantized", "a=b", "--quantized", "a=c"), "^--quantized: a is given twice; leave one out$"),
+        (("--quantized", "a=b", "--quantized", "a=c"), "^--quantized: a is given twice; leave one"),
         (("--checkpoint", "softpick=~nobody-here/x"), "."),
         (("--checkpoint", "softpick=a\0b"), "."),
         (("--checkpoint", "other=x"), "has no other"),

@@ -48,7 +48,8 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
 
 def install(model: nn.Module, settings: RoundedInputs, tensors: Mapping[str, Tensor]) -> None:
     """Quantize the inputs of the layers of ``model`` as ``settings`` say, with the ``tensors`` of
-    ``calibrate``. Raises QuantizationError for layers whose inputs groups do not divide."""
+    ``calibrate`` (empty: dynamic scales). Raises QuantizationError for layers whose inputs groups
+    do not divide."""
     modules, form = layers_with_inputs(model, settings.ignore), settings.format
     settings.check_layers({n: (m.out_features, m.in_features) for n, m in modules.items()})
     fixed = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}
@@ -59,7 +60,7 @@ def install(model: nn.Module, settings: RoundedInputs, tensors: Mapping[str, Ten
 
 
 def evidence(model: nn.Module, settings: RoundedInputs) -> dict[str, ActivationEvidence]:
-    """Return how the inputs of ``model`` are quantized, by module's name."""
+    """Return how the inputs of ``model`` are quantized, by module's name; empty if none are."""
     inputs = getattr(model, ATTRIBUTE, None)
     if inputs is None:
         return {}
@@ -114,7 +115,10 @@ def calibrate(
                 f"{ignore_advice([name], modules)}"
             )
         if not (low.isfinite() and high.isfinite()):
-            raise QuantizationError(f"{name}: its inputs on calibration text are not finite")
+            raise QuantizationError(
+                f"{name}: its inputs on calibration text are not finite; leave it out: "
+                f"{ignore_advice([name], modules)}"
+            )
         if symmetric:
             largest = torch.maximum(-low, high)
             ranges[name] = torch.stack([-largest, largest])

@@ -127,7 +127,8 @@ def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
 
 
 def quantize(name: str, layer: nn.Linear, settings: Bnb4 | Bnb8) -> Tensors:
-    """Return the codes and scales of ``layer`` by bitsandbytes; ``name`` is not used."""
+    """Return the tensors to store of ``layer``, as bitsandbytes makes them: int8 codes [out, in]
+    and ``absmax`` [out], or its packed 4-bit layout. ``name`` is not used."""
     weight = layer.weight.detach().contiguous()
     if isinstance(settings, Bnb8):
         codes, absmax, _ = functional.int8_vectorwise_quant(weight.half())

@@ -140,8 +140,8 @@ class SequentialCalibrator:
             index = len(calls)
             if index >= len(self.blocks) or block is not self.blocks[index]:
                 raise QuantizationError(
-                    f"{self.root}: its blocks do not run once each, in order; such a model cannot "
-                    "be calibrated block by block"
+                    f"{self.root}: its blocks do not run once each, in order, so it cannot be "
+                    "calibrated block by block; use rtn or hqq"
                 )
             options = dict(kwargs)
             hidden, *rest = args or (options.pop("hidden_states"),)
@@ -152,16 +152,15 @@ class SequentialCalibrator:
                     if not all(map(torch.equal, traced, beside)):
                         raise QuantizationError(
                             f"{type(self._model).__name__}: the other inputs of its blocks depend "
-                            "on the text, not the hidden states alone; it cannot be calibrated "
-                            "block by block"
+                            "on the text, so it cannot be calibrated block by block; use rtn or hqq"
                         )
                     raise Stop
                 self._beside[len(ids)] = beside
                 torch.set_num_threads(CORES)  # of what the blocks compute now nothing is kept
             elif not torch.equal(hidden, output):
                 raise QuantizationError(
-                    f"{self.root}.{index}: does not receive the output of the block before it; "
-                    "such a model cannot be calibrated block by block"
+                    f"{self.root}.{index}: does not receive the output of the block before it, so "
+                    "it cannot be calibrated block by block; use rtn or hqq"
                 )
             calls.append(lambda hidden: block(hidden, *rest, **options))
 

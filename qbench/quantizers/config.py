@@ -158,12 +158,12 @@ class Settings:
 
     def fitted(self, shapes: Shapes) -> Self:
         """Return the settings with all choices made that depend on the ``shapes`` of a model's
-        linear layers, such as a group size."""
+        linear layers, such as a group size; by default these settings."""
         return self
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         """Raise RecipeError if a model with this ``config.json``, or ``device`` ("cpu" or "cuda"),
-        cannot run the method; called when a run is planned."""
+        cannot run the method; called when a run is planned. By default nothing is checked."""
 
     def check_layers(self, shapes: Shapes) -> None:
         """Raise QuantizationError for linear layers that are no whole ``blocks``."""

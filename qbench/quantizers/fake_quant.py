@@ -63,7 +63,7 @@ def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> T
 
 
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
-    """Return ``fake_quantize`` of ``x``, each row along the last axis a group."""
+    """Return ``fake_quantize`` of ``x`` [..., n], each row along the last axis a group."""
     if x.is_cuda:
         with torch.cuda.device(x.device):  # Triton launches on the current one
             return kernels().fake_quantize_rows(x, form, fixed)
@@ -71,7 +71,7 @@ def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None)
 
 
 def fake_quantize_definition(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
-    """Return ``fake_quantize_rows`` in plain PyTorch."""
+    """Return ``fake_quantize_rows`` in plain PyTorch; values that are not finite become NaN."""
     wide = x.float()
     scale = scale_of_rows(wide, form, fixed)
     codes = quantize(wide, form, scale)
@@ -115,8 +115,9 @@ def scale_of_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> S
 
 
 def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
-    """Return the float32 scale for values between ``low`` and ``high``; for a symmetric format
-    ``low`` may be None and ``high`` the largest magnitude."""
+    """Return the float32 scale, and of an asymmetric format the zero, for values between ``low``
+    and ``high``, of one shape; for a symmetric format ``low`` may be None and ``high`` the largest
+    magnitude."""
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
         return Scale(stored(divided(largest, form.span), form))
@@ -144,7 +145,8 @@ def stored(scale: Tensor, form: QuantFormat) -> Tensor:
 
 
 def quantize(x: Tensor, form: QuantFormat, by: Scale) -> Tensor:
-    """Return the codes of float32 ``x``, float32: integers, or values of a float format."""
+    """Return the codes of float32 ``x`` under the scale ``by``, float32: integers, or values of a
+    float format."""
     if form.type == "float":
         return nearest(x / divisor(by.scale), ELEMENTS[form.element])
     if by.zero is None:
@@ -244,7 +246,8 @@ def _range(x: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Tensor]) -> None:
-    """Set the cache that ``settings`` describe on every attention module of ``model``."""
+    """Set the cache that ``settings`` describe on every attention module of ``model``; ``tensors``
+    is not used."""
     cache = KVFakeQuant(settings)
     for module in attention_modules(model).values():
         setattr(module, KV_CACHE, cache)

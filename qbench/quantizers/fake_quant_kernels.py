@@ -123,7 +123,7 @@ def _rows_kernel(
 
 
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
-    """Return the result of ``fake_quant.fake_quantize_rows``."""
+    """Return the result of ``fake_quant.fake_quantize_rows`` for ``x`` [..., n] on a GPU."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if not x.numel():

@@ -41,12 +41,15 @@ def _reader(path: str) -> Any:
     try:
         return library().GGUFReader(path)
     except (OSError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{path} is not a complete GGUF file ({error})") from None
+        raise CheckpointError(
+            f"{path} is not a complete GGUF file ({error}); fetch it again"
+        ) from None
 
 
 def describe(path: str) -> dict[str, Any]:
     """Return the file's ``sizes`` under config.json's names, and ``counted``, fields of
-    PublishedCopy. Raises CheckpointError if ``path`` is not a GGUF file."""
+    PublishedCopy. Raises CheckpointError if ``path`` is no GGUF file, a part of one, or has experts
+    that are not supported."""
     reader = _reader(path)
     architecture = _field(reader, "general.architecture")
     names = {
@@ -93,9 +96,10 @@ def _field(reader: Any, name: str) -> Any:
 
 
 def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
-    """Return the file's tensors by transformers' names, ``<module>.<weight or bias>``; for an
-    expert its part of the tensor of all experts. Raises CheckpointError for an architecture that
-    the gguf package does not know, and if an expert's gate and up have different types."""
+    """Return the file's tensors by transformers' names, ``<module>.<weight or bias>``, of those
+    ``modules`` that have any; for an expert its part of the tensor of all experts. ``layers``:
+    number of decoder layers. Raises CheckpointError for an architecture that the gguf package does
+    not know, and if an expert's gate and up have different types."""
     held = {tensor.name: tensor for tensor in _reader(path).tensors}
     by_module = {}
     for module, names in _names(path, modules, layers).items():
@@ -116,7 +120,7 @@ def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
     kinds = {name: kind for kind, name in library().MODEL_ARCH_NAMES.items()}
     if architecture not in kinds:
         raise CheckpointError(
-            f"{path}: the gguf package does not know architecture {architecture!r}"
+            f"{path}: the gguf package does not know architecture {architecture!r}; update gguf"
         )
     names = library().get_tensor_name_map(kinds[architecture], layers)
     by_module = {}
@@ -135,7 +139,8 @@ def _of_expert(path: str, parts: list[Any], expert: int) -> Any:
     if len(kinds) > 1:
         raise CheckpointError(
             f"{path}: {' and '.join(part.name for part in parts)} are of types "
-            f"{' and '.join(sorted(kinds))}, and transformers' class has one matrix for both"
+            f"{' and '.join(sorted(kinds))}, and transformers' class has one matrix for both; use "
+            "a file with one type for both"
         )
     columns, rows = (int(n) for n in parts[0].shape[:2])
     data = np.concatenate([part.data[expert] for part in parts])
@@ -143,13 +148,16 @@ def _of_expert(path: str, parts: list[Any], expert: int) -> Any:
 
 
 def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np.ndarray:
-    """Return a tensor of ``tensors`` dequantized to float32, in transformers' order of rows;
-    ``heads``: the number of query and of key heads."""
+    """Return a tensor of ``tensors``, called ``name`` there, dequantized to float32, in
+    transformers' shape and order of rows. ``heads``: the number of query and of key heads. Raises
+    UnavailableError for a type that the gguf package cannot read."""
     try:
         values = library().dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
         kind = tensor.tensor_type.name
-        raise UnavailableError(f"{path}: the gguf package cannot read {kind} back") from None
+        raise UnavailableError(
+            f"{path}: the gguf package cannot read {kind} back; use a file of another type"
+        ) from None
     values = values.reshape([int(n) for n in tensor.shape[::-1]])
     architecture = _field(_reader(path), "general.architecture")
     for part, count in zip(("q_proj", "k_proj"), heads, strict=True):

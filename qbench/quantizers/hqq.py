@@ -29,14 +29,17 @@ class Layer(HQQLinear):
 
 
 def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
-    """Return the codes, scales and zeros of ``layer`` by hqq. ``name`` is for messages."""
+    """Return the codes, scales and zeros of ``layer`` by hqq. Raises QuantizationError, which
+    begins with ``name``, if scales are not finite."""
     weight = layer.weight.detach()
     quantized = HQQLinear.from_weights(
         weight, None, _config(settings), compute_dtype=weight.dtype, device=str(weight.device)
     )
     scale, zero = quantized.meta["scale"], quantized.meta["zero"]
     if not all(torch.isfinite(part).all() for part in (scale, zero)):
-        raise QuantizationError(f"{settings.name}: {name}: hqq gave scales that are not finite")
+        raise QuantizationError(
+            f"{settings.name}: {name}: hqq gave scales that are not finite; name it in ignore"
+        )
     return {"codes": quantized.W_q.data, "scale": scale, "zero": zero}
 
 

@@ -53,8 +53,8 @@ def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Line
 
 def ends(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the LM head and the embeddings by name, the embeddings as a layer [vocabulary, hidden]
-    over their matrix. If the LM head shares it, both are one layer under the LM head's name.
-    ``model`` is not quantized yet."""
+    over their matrix; empty for a model without either. If the LM head shares it, both are one
+    layer under the LM head's name. ``model`` is not quantized yet."""
     if not hasattr(model, "get_output_embeddings"):
         return {}
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -128,7 +128,8 @@ def kept_in_float32(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 def linearize(model: nn.Module) -> None:
     """Replace every Conv1D (of GPT-2: a linear layer with a transposed weight) and experts that are
-    stored as one parameter by linear layers, in place; not the LM head."""
+    stored as one parameter by linear layers, in place; not the LM head. Raises QuantizationError
+    for these in a streamed model."""
     others = {
         name: module
         for name, module in model.named_modules()
@@ -229,7 +230,8 @@ class Matrix:
 
 
 def matrices(model: nn.Module) -> dict[str, Matrix]:
-    """Return every weight matrix of ``model`` by name, in the model's order; shared ones once."""
+    """Return every weight matrix of ``model`` by name, in the model's order; shared ones once. LM
+    head, embeddings, norms and biases are left out."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kept = kept_in_float32(model, (name for name, _ in model.named_modules()))
     result: dict[str, Matrix] = {}
@@ -297,7 +299,7 @@ def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """Return a line for each weight of ``model`` with NaN or infinite values."""
+    """Return a line for each parameter of ``model`` with NaN or infinite values."""
     lines: list[str] = []
     sums: dict[str, Tensor] = {}
     for name, weight in list(model.named_parameters()):

@@ -22,7 +22,8 @@ ONE_IN = 12
 
 
 def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> None:
-    """Add rounding noise to the output of each decoder layer of ``model``, by forward hooks."""
+    """Add rounding noise to the output of each decoder layer of ``model``, by forward hooks;
+    ``tensors`` is not used."""
 
     def noisy(number: int) -> Any:
         """Return the forward hook of layer ``number``."""
@@ -44,7 +45,8 @@ def evidence(model: nn.Module, settings: RoundingNoise) -> dict[str, ActivationE
 
 
 def moved(x: Tensor, layer: int) -> Tensor:
-    """Return ``x`` [..., channels], one value in ``ONE_IN`` moved by a unit in its last place."""
+    """Return ``x`` [..., channels], one value in ``ONE_IN`` moved by a unit in its last place.
+    Which ones depends on their bits, the channel and the number ``layer``."""
     bits = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
     channel = torch.arange(x.shape[-1], device=x.device)
     mixed = (bits.long() * 0x9E3779B1 + channel * 0x85EBCA6B + layer * 0xC2B2AE35) & 0xFFFFFFFF

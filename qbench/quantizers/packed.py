@@ -108,7 +108,8 @@ def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def pack(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
-    """Return the tensors to store: packed codes [out, in], scale and zero [out, groups]."""
+    """Return the tensors to store: ``codes`` float32 [out, in] packed, scale float16 and zero uint8
+    [out, groups]."""
     return {
         "codes": pack_codes(codes.to(torch.uint8), bits),
         "scale": scale.half().contiguous(),

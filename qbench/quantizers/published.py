@@ -92,13 +92,13 @@ class Published(WeightSettings):
         return UNQUANTIZED_BITS
 
     def source(self, checkpoint: str) -> str | None:
-        """Return the folder or hub id of the copy of ``checkpoint``. Raises RecipeError if the
-        recipe names none."""
+        """Return the folder or hub id of the copy of ``checkpoint``; None if the checkpoint itself
+        is the copy. Raises RecipeError if ``path`` is a mapping without it."""
         if not isinstance(self.path, dict):
             return self.path
         if checkpoint not in self.path:
             names = ", ".join(self.path)
-            raise RecipeError(f"checkpoint: path has no entry for {checkpoint}; it has {names}")
+            raise RecipeError(f"checkpoint: add an entry for {checkpoint} to path (it has {names})")
         return self.path[checkpoint]
 
 
@@ -278,7 +278,8 @@ def shares_scales(config: Mapping[str, Any]) -> bool:
 
 
 def stated_bits(method: str, config: Mapping[str, Any]) -> float:
-    """Return the bits of weights that the configuration, else the name of its format, states."""
+    """Return the fewest bits of weights that the configuration, else the name of its format,
+    states; 16 if neither does."""
     if config.get("load_in_8bit") or config.get("load_in_4bit"):
         return 8 if config.get("load_in_8bit") else 4
     numbers = (v for k, v in entries(config) if k in ("bits", "num_bits", "w_bit", "nbits"))

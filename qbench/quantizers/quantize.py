@@ -114,9 +114,8 @@ class Artifact:
         return {name: tensor.to(device) for name, tensor in load(payload).items()}, about["note"]
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:
-        """Write the tensors, replacing an earlier artifact in one step. Raises OutputError if they
-        cannot be written.
-        """
+        """Write the tensors with ``note``, replacing an earlier artifact in one step. Raises
+        OutputError if they cannot be written."""
         clean_temporaries(self.path.parent.parent)  # a killed process may have left GiBs
         parts = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         try:
@@ -166,7 +165,9 @@ def quantize(
     config = config.fitted(shapes_of(model, config.weights))
     if config.weights is not None:
         if not linears(model):
-            raise QuantizationError(f"{config.name}: {type(model).__name__} has no linear layers")
+            raise QuantizationError(
+                f"{config.name}: {type(model).__name__} has no linear layers; leave weights out"
+            )
         require_matches(matrices(model), config.weights.ignore, config.name)
     attention = model.config._attn_implementation
     # Cells that share a stage compute it once. Weights that are not transformed are those of any
@@ -341,7 +342,10 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
         modules.setdefault(module, {})[part] = tensors.pop(name)
     layers = _to_quantize(model, settings)
     if different := sorted(modules.keys() ^ layers.keys()):  # of a plug-in's quantizer
-        raise QuantizationError(f"{settings.name}: does not fit the model: {some(different)}")
+        raise QuantizationError(
+            f"{settings.name}: correct its plug-in, whose layers are not the model's: "
+            f"{some(different)}"
+        )
     streamed = stream_of(model)
     for name, layer in layers.items():
         chosen = settings.for_layer(name)

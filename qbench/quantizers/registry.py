@@ -111,7 +111,8 @@ class Unquantized(Settings):
 
 
 def methods(kind: str) -> list[Method]:
-    """Return the registered methods of a ``kind``, such as ``weights``."""
+    """Return the registered methods of a ``kind``, such as ``weights``, in the order of
+    registration."""
     every = map(METHODS.get, METHODS)
     return [method for method in every if method.settings.kind == kind]
 
@@ -226,7 +227,8 @@ def _keyed(kind: str, value: Any, compute_dtype: str) -> Settings:
 
 
 def config_of_record(quantizer: Mapping[str, Any]) -> QuantizationConfig:
-    """Return the config from its ``to_dict``, as a record's key has it."""
+    """Return the config from its ``to_dict``, as a record's key has it; options that are gone are
+    left out. Raises RecipeError for a method that is gone."""
     parts = {kind: quantizer[kind] for kind in KINDS if kind in quantizer}
     parts = parts or {"weights": quantizer}
     return config_of({kind: _entry_of(part) for kind, part in parts.items()})

@@ -65,9 +65,9 @@ def calibrate(
     calibration: Calibration | None,
     progress: Advance,
 ) -> dict[str, Tensor]:
-    """Return s = max|X|^α / max|W|^(1 − α) per channel (Xiao et al. 2022, equation 4), float32, by
-    the group's name. Channels that calibration never reaches get 1: their scale would be near 0,
-    and would blow up later inputs."""
+    """Return s = max|X|^α / max|W|^(1 − α) per channel (Xiao et al. 2022, equation 4), float32
+    [channels], by the group's name. Channels that calibration never reaches get 1: their scale
+    would be near 0, and would blow up later inputs."""
     every = groups(model, settings)
     seen: dict[str, Tensor] = {}  # max|X| [C] by group
 
@@ -91,8 +91,8 @@ def calibrate(
 
 @torch.no_grad()
 def transform(model: PreTrainedModel, settings: SmoothQuant, tensors: Mapping[str, Tensor]) -> None:
-    """Divide each group's input by its scales, in the module before it, and multiply the weights of
-    its layers by them, in place."""
+    """Divide each group's input by its scales ``tensors``, those of ``calibrate``, in the module
+    before it, and multiply the weights of its layers by them, in place."""
     for name, group in groups(model, settings).items():
         scale = tensors[name].double()
         # Divide the outputs of a norm or a linear layer by scale [C], in its weights

@@ -109,7 +109,9 @@ def _owners(
 
 
 def write_gguf_into(model: nn.Module, path: str) -> None:
-    """Replace the weights of ``model``, the original, by the GGUF file's, dequantized."""
+    """Replace the weights of ``model``, the original, by those of the GGUF file ``path``,
+    dequantized; parameters that it lacks stay. Raises CheckpointError for a tensor of another
+    shape."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -122,7 +124,8 @@ def write_gguf_into(model: nn.Module, path: str) -> None:
         if values.shape != tuple(parameters[name].shape):
             raise CheckpointError(
                 f"{path}: {tensor.name} {list(values.shape)}, and the original's {name} is "
-                f"{list(parameters[name].shape)}: it is not a copy of it"
+                f"{list(parameters[name].shape)}: it is not a copy of it; name the model that it "
+                "was made from under checkpoints"
             )
         parameters[name].data.copy_(torch.from_numpy(values.copy()))
 

@@ -77,7 +77,8 @@ def find_text(address: str, *, data: Path | None) -> Path:
 
 
 def read_texts(path: Path, *, most: int | None = None, digest: str | None = None) -> list[str]:
-    """Return the ``text`` of each of the first ``most`` lines (None: all) of a JSON Lines file.
+    """Return the ``text`` of each of the first ``most`` lines (None: all) of a JSON Lines file,
+    blank lines left out.
 
     ``digest``: the SHA-256 that the file must have. Raises DataError with file and line.
     """
@@ -95,7 +96,10 @@ def read_texts(path: Path, *, most: int | None = None, digest: str | None = None
                 with suppress(ValueError, TypeError, KeyError, RecursionError):
                     text = json.loads(line)["text"]
                 if not isinstance(text, str):
-                    raise DataError(f"{path}: line {number}: not a JSON object with a text field")
+                    raise DataError(
+                        f"{path}: line {number}: not a JSON object with a text field; write "
+                        '{"text": …} in each line'
+                    )
                 texts.append(text)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: not a complete gzip file ({error}); fetch it again") from None
@@ -136,7 +140,8 @@ def draw_windows(
 
 def require_windows(text: CalibrationText, path: Path) -> None:
     """Raise DataError if the file gives fewer windows than ``text.samples``, counted in tokens of
-    the tokenizer.json at ``path``; texts that are long enough by their bytes are not tokenized."""
+    the tokenizer.json at ``path``; texts that are long enough by their bytes are not tokenized, and
+    with a tokenizer that cannot be read nothing is checked."""
     long = BYTES_PER_TOKEN * text.length
     with gzip.open(text.path) if text.path.suffix == ".gz" else text.path.open("rb") as lines:
         enough = (line for line in lines if len(line) >= long)

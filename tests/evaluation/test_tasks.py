@@ -223,7 +223,9 @@ def test_limits_of_answers_are_read_as_by_hflm(tmp_path, stated, tokens):
     (tmp_path / "shots.yaml").write_text(
         f"{kind}test_split: test\ngeneration_kwargs: {{max_new_tokens: many}}\n"
     )
-    with pytest.raises(DataError, match="max_new_tokens: must be a whole number of tokens, not 'many'"):
+    with pytest.raises(
+        DataError, match="max_new_tokens: must be a whole number of tokens, not 'many'"
+    ):
         ask()
 
 

@@ -159,7 +159,8 @@ class _InputWatch(Rounding):
 
 
 def groups_of(x: Tensor, about: ActivationEvidence) -> Tensor:
-    """Return ``x`` [..., in] as [groups, values that share a scale]."""
+    """Return ``x`` [..., in] as [groups, values that share a scale]; one group if the tensor has
+    one."""
     size = about.format.group_size
     if about.format.strategy == "tensor":
         return x.reshape(1, -1)

@@ -27,7 +27,7 @@ def require_known(config: Mapping[str, Any], transform: str) -> None:
     if kind not in KNOWN:
         raise RecipeError(
             f"transform: {transform}: the blocks of {kind} models are not supported; supported: "
-            f"{', '.join(KNOWN)}"
+            f"{', '.join(KNOWN)}; leave the transform out"
         )
 
 
@@ -85,8 +85,9 @@ class Rotation(Settings):
             widths["intermediate_size"] = config.get("intermediate_size")
         for width, size in widths.items():
             if isinstance(size, int) and size > 0 and factors(size) is None:
-                remedy = "; set online: false" if width == "intermediate_size" else ""
+                out = "leave the transform out"
+                remedy = "set online: false" if width == "intermediate_size" else out
                 raise RecipeError(
                     f"transform: {self.name}: {width} {size:,}: no Hadamard matrix of that order "
-                    f"by Sylvester's and Paley's constructions{remedy}"
+                    f"by Sylvester's and Paley's constructions; {remedy}"
                 )

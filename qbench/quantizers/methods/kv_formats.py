@@ -77,8 +77,8 @@ class KVCache(Settings):
         return Precision(kv_cache=Part(bits=self.format.num_bits, scheme=scheme, simulated=True))
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
-        """Refuse latent-vector caches, groups that do not divide the head width, too many sink
-        tokens."""
+        """Raise RecipeError for caches of latent vectors, for groups that do not divide the head's
+        width, and for as many sink tokens as the context has."""
         if config.get("kv_lora_rank"):
             raise RecipeError(
                 f"kv_cache: {self.name}: this model's cache holds latent vectors instead of keys "

@@ -58,4 +58,4 @@ class LibraryMade(WeightSettings):
             install = f"-e '.[{self.extra}]'" if self.extra else self.requirements[0]
             raise RecipeError(f"{self.name}: it needs {self.package}: pip install {install}")
         if self.needs_gpu and device != "cuda":
-            raise RecipeError(f"{self.name}: {self.package} needs a GPU for it")
+            raise RecipeError(f"{self.name}: run it on a GPU, which {self.package} needs for it")

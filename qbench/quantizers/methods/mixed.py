@@ -77,7 +77,8 @@ class Mixed(WeightSettings):
         return tuple(names for names, _ in self.layers if not set(names) & set("*?["))
 
     def by_settings(self, shapes: Shapes) -> list[tuple[str, WeightSettings, Shapes]]:
-        """Return each pattern with its settings and the ``shapes`` of its layers."""
+        """Return each pattern with its settings and the ``shapes`` of its layers, which may be
+        none. Raises QuantizationError for layers that no pattern matches."""
         left, parts = dict(self.quantized(shapes)), []
         for names, chosen in self.layers:
             mine = {name: left.pop(name) for name in matching(list(left), (names,))}
