@@ -143,8 +143,9 @@ def chunks(
     window: int | None = None,
     size: int = CHUNK_SCORES,
 ) -> Iterator[Chunk]:
-    """Yield the scores, capped and with slopes but not masked, of some queries at a time (about
-    ``size`` scores), and which keys these queries may see; settings as in :func:`attention`."""
+    """Yield the scores [B, Hq, queries, keys], capped and with slopes but not masked, of some
+    queries at a time (about ``size`` scores), and which keys these queries may see. ``given``:
+    parameters of the normalizer ``chosen``; settings as in :func:`attention`."""
     slopes = given.get(SLOPES.name) if SLOPES in chosen.parameters else None
     batch, heads, queries, _ = query.shape
     key_count = key.shape[2]

@@ -161,8 +161,9 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
 def parameters_of(
     chosen: Normalizer, module: torch.nn.Module, options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the parameters of ``normalizer`` by name, from ``module`` or from ``options``. Raises
-    UnavailableError for an option that changes the weights and is none of them."""
+    """Return the parameters of the normalizer ``chosen`` by name, from ``options`` or else from
+    ``module``; those in neither are left out. Raises UnavailableError for an option that changes
+    the weights and is none of them."""
     values = {}
     for parameter in chosen.parameters:
         tensor = options.get(parameter.keyword) if parameter.keyword else None

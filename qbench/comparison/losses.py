@@ -67,7 +67,8 @@ class Losses:
         return self.measure == "KL"
 
     def size(self, cell: str) -> float | None:
-        """Return a cell's mean on the scale that is compared; None if it has none."""
+        """Return a cell's mean on the scale that is compared: of KL its logarithm. None if it has
+        none, or for a KL of 0."""
         mean = self.means.get(cell)
         if mean is None or not self.is_kl:
             return mean
@@ -76,7 +77,7 @@ class Losses:
     @cached_property
     def pairs(self) -> dict[tuple[str, str, str], Effect]:
         """Return (checkpoint, quantizer, another) → what it loses more than the other; p adjusted
-        over a checkpoint's pairs."""
+        over a checkpoint's pairs. Pairs that cannot be tested are left out."""
         cells: dict[str, list[str]] = defaultdict(list)
         for cell in self.terms:
             cells[cell.rpartition("/")[0]].append(cell)
@@ -96,7 +97,7 @@ class Losses:
 
 def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) -> Losses:
     """Return the KL divergences of cells from their columns by document; a cell whose column is
-    None gets its record's mean without an interval."""
+    None gets its record's mean without an interval, or is left out if it has none."""
     columns = {name: column for name, column in by_document.items() if column}
     means = {
         name: float(column.values.mean()) if column else mean_of_tasks(comparison.records[name])
@@ -116,7 +117,8 @@ def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) ->
 def score_losses(
     comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]], primary: str
 ) -> Losses:
-    """Return what quantized cells lose in the score ``primary``, TASK/METRIC.
+    """Return what quantized cells lose in the score ``primary``, TASK/METRIC; cells that cannot be
+    compared with their unquantized one are left out.
 
     ``columns``: task → (cell, metric) → outcomes.
     """
@@ -198,14 +200,14 @@ def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:
 
 
 def adjusted(answers: Mapping) -> dict:
-    """Return the answers, p of the effects adjusted over all of them."""
+    """Return the mapping ``answers``, p of its effects adjusted over all of them."""
     tested = {key: each for key, each in answers.items() if isinstance(each, Effect)}
     return {**answers, **dict(zip(tested, adjust([*tested.values()]), strict=True))}
 
 
 def kl_column(store: Store, record: Record) -> Column | None:
-    """Return a record's mean KL divergence per document over all tasks; without tasks that have it,
-    along the model's answers; None without either."""
+    """Return a record's mean KL divergence per document over all tasks, documents without scored
+    tokens left out; without tasks that have it, along the model's answers; None without either."""
     if "divergences" not in record.files:
         table = store.outcomes(record)
         along = table[(table["task"] == ANSWERS) & (table["metric"] == "kl")]

@@ -18,8 +18,8 @@ Name = tuple[str, str]  # task, metric
 
 
 def of_groups(record: Record, columns: Mapping[Name, Column]) -> dict[Name, Column]:
-    """Return (group, metric) → outcomes of groups such as mmlu: all documents of their tasks, which
-    ``columns`` must hold."""
+    """Return (group, metric) → outcomes of groups such as mmlu: all documents of their tasks.
+    Groups are left out if ``columns`` lacks one of their tasks."""
     return {
         (group.group, group.metric): joined(
             {task: columns[task, group.metric] for task in group.tasks}
@@ -58,7 +58,9 @@ ByTask = Mapping[str, Mapping[str, Flips]]  # task → metric → its flips
 def flips_of(
     comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]]
 ) -> dict[str, ByTask]:
-    """Return the flips of every quantized cell against the unquantized cell of its checkpoint.
+    """Return the flips of every quantized cell against the unquantized cell of its checkpoint;
+    cells without scores, or without such a cell, are left out.
+
     ``columns``: the outcomes by task, then by cell and metric.
     """
     by_cell: dict[str, dict[Name, Column]] = defaultdict(dict)

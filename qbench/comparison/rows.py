@@ -161,7 +161,8 @@ class Row:
         return kind_of(self.aggregation) == "log ratio"
 
     def of(self, contrast: str) -> dict[str, Effect]:
-        """Return the effects of a contrast by checkpoint or group."""
+        """Return the effects of a contrast by checkpoint or group; those without an interval are
+        left out."""
         return {
             group: effect
             for (name, group), effect in self.effects.items()
@@ -169,7 +170,8 @@ class Row:
         }
 
     def delta(self, checkpoint: str) -> float | None:
-        """Return the score of ``checkpoint`` minus the baseline checkpoint's, in its units."""
+        """Return the score of ``checkpoint`` minus the baseline checkpoint's, in its units; None if
+        one of them has none."""
         ours, base = self.entries[checkpoint].value, next(iter(self.entries.values())).value
         return None if ours is None or base is None else ours - base
 
@@ -303,8 +305,9 @@ BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
 
 
 def bits_per_weight(record: Record | None) -> float | None:
-    """Return the stored bits per weight of all matrices outside embeddings and LM head if the
-    audit counted them, else of the quantized modules; of an unquantized cell those of its dtype."""
+    """Return the stored bits per weight of all matrices outside embeddings and LM head if the audit
+    counted them, else of the quantized modules; of an unquantized cell those of its dtype; None if
+    nothing tells."""
     if record is None:
         return None
     if record.audit and record.audit.size:
@@ -320,7 +323,8 @@ def gib(record: Record | None) -> float | None:
 
 
 def status_of(record: Record | None) -> tuple[Status, str]:
-    """Return whether a record is ok, failed or missing, and the reason unless it is ok."""
+    """Return whether a record is ok, failed (also by its audit) or missing, and the reason unless
+    it is ok."""
     if record is None:
         return "missing", "no record; run the recipe again"
     if record.status == "failed":

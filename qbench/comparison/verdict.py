@@ -31,7 +31,7 @@ LEVEL = 0.05
 
 
 def verdict(comparison: Comparison, *, margin: float | None = None) -> list[str]:
-    """Return the answer, a few sentences per item.
+    """Return the answer, a few sentences per item; [] for a comparison without statistics.
 
     Of one checkpoint: its precisions in order, those to avoid, the smallest that is shown to stay
     within ``margin`` (a KL divergence in nats, or a loss in the primary score; default: 0.05 nats,
@@ -77,7 +77,8 @@ def ordered(comparison: Comparison, checkpoint: str) -> list[str]:
 
 
 def nearer(comparison: Comparison, checkpoint: str, name: str, other: str) -> bool:
-    """Return whether ``name`` loses significantly less in the primary measure than ``other``."""
+    """Return whether ``name`` loses significantly less in the primary measure than ``other``; False
+    if they were not tested."""
     pairs = comparison.primary.pairs
     if pair := pairs.get((checkpoint, name, other)):
         return pair.significant and pair.estimate < 0

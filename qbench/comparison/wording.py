@@ -40,7 +40,7 @@ def effect_text(effect: AnEffect, *, percent: bool) -> str:
 
 
 def value_text(losses: Losses, value: float) -> str:
-    """Return ``+1.04`` points or ``× 1.032``."""
+    """Return ``+1.04``, in points if ``losses.percent``, or for a log ratio ``× 1.032``."""
     if losses.kind == "log ratio":
         return f"{TIMES} {ratio(value)}"
     return number(value, percent=losses.percent, signed=True)
@@ -53,22 +53,24 @@ def nats(logarithm: float) -> str:
 
 
 def interval_text(effect: AnEffect, *, percent: bool) -> str:
-    """Return ``[−1.98, +1.09]`` or ``× [0.996, 1.069]``."""
+    """Return ``[−1.98, +1.09]``, in points if ``percent``, or ``× [0.996, 1.069]``; ``—`` without
+    an interval."""
     if not hasattr(effect, "low"):
         return NO_VALUE
     return _texts(effect, effect.low, effect.high, percent=percent, form="[{}]")
 
 
 def bound_text(effect: AnEffect, *, percent: bool) -> str:
-    """Return the largest loss that is not excluded at 95 % (one-sided): ``+1.09``, ``× 1.069``."""
+    """Return the largest loss that is not excluded at 95 % (one-sided), in points if ``percent``:
+    ``+1.09``, ``× 1.069``; ``—`` if there is none."""
     if not hasattr(effect, "bounds"):
         return NO_VALUE
     return _texts(effect, effect.bounds[1], percent=percent)
 
 
 def each_text(effect: AnEffect, *, percent: bool) -> str:
-    """Return the effect of every training, or pair of trainings: ``+0.8, +1.4, −0.2``; a dash if
-    the trainings are no pairs."""
+    """Return the effect of every training, or pair of trainings, in points if ``percent``: ``+0.8,
+    +1.4, −0.2``; ``—`` if the trainings are no pairs."""
     if not getattr(effect, "paired", False):
         return NO_VALUE
     return _texts(effect, *effect.each, percent=percent)

@@ -36,9 +36,10 @@ def precise_delta(
     NORM: tl.constexpr, FLAGS: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Return D = Σ p · dP of each row in float32, for rows where dO · o, of a rounded o, is too
-    coarse (see SMALL_LSE). Nothing overflows there without a maximum; for other rows the result is
-    void."""
+    """Return D = Σ p · dP of each row [BLOCK_Q] over the keys from ``begin`` to ``end`` in float32,
+    for rows where dO · o, of a rounded o, is too coarse (see SMALL_LSE). Nothing overflows there
+    without a maximum; for other rows the result is void. Arguments as in
+    :func:`attn_bwd_dq_inner`."""
     batch, head, kv_head = index
     stop_k = limits[1]
     delta = tl.zeros([BLOCK_Q], tl.float32)
@@ -78,9 +79,10 @@ def attn_bwd_dq_inner(
     """Add what the keys from ``begin`` to ``end`` give to the gradients of a block of queries, dq
     [BLOCK_Q, HEAD_DIM]; to ``dparam`` [BLOCK_Q], if a gradient of sigmoid's bias or of s is needed:
     the gradients of the scores, for s times the scores without s · log n; to ``dslopes`` [BLOCK_Q],
-    if slopes need one: the gradients of the scores times how far the key is ahead. ``index``: batch
-    row, query head and key head; ``score_mod``: what formulas.scores_of takes; ``plain``: its
-    qk_scale and slope without s · log n."""
+    if slopes need one: the gradients of the scores times how far the key is ahead. ``g``: dO;
+    ``lse``, ``delta`` (D): of each row; ``index``: batch row, query head and key head; ``limits``:
+    of common.attn_mask; ``score_mod``: what formulas.scores_of takes; ``plain``: its qk_scale and
+    slope without s · log n; MASKED: the tiles need a mask."""
     batch, head, kv_head = index
     stop_k = limits[1]
     plain_scale, plain_slope = plain
@@ -214,7 +216,8 @@ def attn_bwd_dkdv_inner(
 ):  # fmt: skip
     """Add what the queries from ``begin`` to ``end`` give to the gradients of a block of keys: dk
     [BLOCK_K, HEAD_DIM] and dv [BLOCK_K, V_HEAD_DIM]. ``score_mod``: where the sequence's keys
-    begin, and what formulas.scores_of takes after the positions."""
+    begin, and what formulas.scores_of takes after the positions. MASKED: the tiles need a mask;
+    PRECISE: weights of softpick by the series for e^x − 1."""
     stop_q = limits[0]
     start_k, inv_softcap, slope, s, value_row = score_mod
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):

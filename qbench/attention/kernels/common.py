@@ -82,7 +82,8 @@ def load_sequence(seq_bounds, index, seqlen_q, seqlen_k):
 def load_query_block(seq_bounds, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q: tl.constexpr):
     """Return the place of a program that has BLOCK_Q queries of a head: (batch row, query head, key
     head); its first query row, and all of them [BLOCK_Q]; the sequence's first key row, and the
-    limits of :func:`attn_mask`. ``head_counts``: query heads, and query heads per key head."""
+    limits of :func:`attn_mask`. ``head_counts``: query heads, and query heads per key head;
+    ``seqlen_q``, ``seqlen_k``: rows of a batch row, without ``seq_bounds``."""
     heads, group = head_counts
     # Causal blocks at the end have the most keys: they start first, so that none starts late.
     program = tl.num_programs(0) - 1 - tl.program_id(0)

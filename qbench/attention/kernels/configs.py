@@ -41,7 +41,7 @@ COSTLY = CAPPED.value | SLOPED.value | ELEMENTWISE.value
 
 def forward_config(width: int, dtype: torch.dtype, kernels: Kernels, flags: int) -> Config:
     """Return the forward pass' configuration. ``width``: the head width, rounded up to a power of
-    2."""
+    2; ``flags``: the bits of FLAGS in ``common``."""
     if dtype == torch.float32:
         return _exact(width)
     if width <= 128:
@@ -70,7 +70,8 @@ def backward_config(kernel: dict[int, Config], width: int, dtype: torch.dtype) -
 
 
 def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:
-    """Return the configuration of decoding. ``rows``: heads × queries that share keys."""
+    """Return the configuration of decoding for heads of ``width``. ``rows``: heads × queries that
+    share keys."""
     if dtype == torch.float32 or width > 128:
         # Triton's pipeliner (3.6, 3.7) ends the process where warpgroups multiply with value rows
         # that may be left out.

@@ -119,7 +119,8 @@ def combine(
     output, lse_out, partial, seq_bounds, sinks, head_counts, seqlen_q, seqlen_k, splits, o_strides,
     NORM: tl.constexpr, FLAGS: tl.constexpr, BLOCK_R: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one sequence and key head, always in the same order."""
+    """Join the splits of one sequence and key head, always in the same order, into ``output`` and
+    ``lse_out``. ``partial``: as :func:`attn_decode` wrote it; other arguments as there."""
     kv_heads, group = head_counts
     kv_head = tl.program_id(0) % kv_heads
     batch, start_q, stop_q, _, _, _ = common.load_sequence(

@@ -165,9 +165,10 @@ def online_softmax(
     acc, l_i, m_i, scores, scale,
     NORM: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr, MOSTLY_SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Return what a tile of scores [R, K] adds to the numerator, and the running output [R, D], sum
-    and maximum [R], rescaled to the new maximum. The sum includes the tile, the output does not.
-    Sigmoid's weights need neither."""
+    """Return what a tile of scores [R, K] adds to the numerator [R, K], and the running output
+    ``acc`` [R, D], sum ``l_i`` and maximum ``m_i`` [R], rescaled to the new maximum. The sum
+    includes the tile, the output does not. Sigmoid's weights need neither. MOSTLY_SMALL: sigmoid's
+    are."""
     if NORM == "sigmoid":
         return sigmoid(scores, FAST, MOSTLY_SMALL), acc, l_i, m_i
     else:
@@ -212,7 +213,8 @@ def recompute_p(e, y, floor, NORM: tl.constexpr, PRECISE: tl.constexpr):
 
 @triton.jit
 def score_gradient(e, s, dp, delta, NORM: tl.constexpr, FAST: tl.constexpr):
-    """Return dS, the gradients of the scores, with dP = dO · v and D = dO · o.
+    """Return dS, the gradients of the scores, from E, scores ``s``, dP = dO · v and D = dO · o
+    (``delta``).
 
     Softpick's is equation 7 of its paper, dS = E · (step(x) dP − sign(x) D); a score of exactly 0,
     where the function has a kink, counts as negative. Like equation 7 it takes the e^m beside ε for
@@ -324,7 +326,7 @@ def log2_length(rows, value_row, limits, start_k, counts, FLAGS: tl.constexpr):
 
 @triton.jit
 def load_s(head, s, FLAGS: tl.constexpr):
-    """Return the factor of log2 n in a head."""
+    """Return the factor of log2 n in a head, 1 without SCALED."""
     if SCALED & FLAGS:
         return tl.load(s + head) * LN_2
     else:
@@ -342,7 +344,7 @@ def times_s_log_n(number, s_log_n, FLAGS: tl.constexpr):
 
 @triton.jit
 def load_slope(head, slopes, FLAGS: tl.constexpr):
-    """Return the slope of a head in log2 units per key."""
+    """Return the slope of a head in log2 units per key, 0 without SLOPED."""
     if SLOPED & FLAGS:
         return tl.load(slopes + head) * LOG2_E
     else:
@@ -381,7 +383,7 @@ def row_score_mod(
 
 @triton.jit
 def load_sink(head, sinks, FLAGS: tl.constexpr):
-    """Return the sink of a head in log2 units."""
+    """Return the sink of a head in log2 units, 0 if none is learned."""
     if SINK_LEARNED & FLAGS:
         return tl.load(sinks + head) * LOG2_E
     else:

@@ -63,7 +63,8 @@ def causal_log2_length(rows, FLAGS: gl.constexpr):
 
 @gluon.jit
 def store_rows(out, x, first, batch, head, strides):
-    """Store ``x`` [ROWS, HEAD_DIM]. ``strides``: of batch row, head and row."""
+    """Store ``x`` [ROWS, HEAD_DIM] to ``out`` from row ``first`` on. ``strides``: of batch row,
+    head and row."""
     rows = first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     pointers = out + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
@@ -159,7 +160,9 @@ def tile_products(q, g, buffers, tile, layout: gl.constexpr):
 def precise_delta(
     q, g, first, count, buffers, factor, score_mod, FLAGS: gl.constexpr, layout: gl.constexpr
 ):
-    """See :func:`qbench.attention.kernels.backward.precise_delta`."""
+    """Return D of each row [ROWS] over ``count`` tiles, for
+    :func:`qbench.attention.kernels.backward.precise_delta`'s rows. ``factor``: s · log n [ROWS];
+    ``score_mod``: as in :func:`dq_step`."""
     k_tiles, _, _, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
     scale, inv_softcap, slope = score_mod
@@ -249,7 +252,8 @@ def dq_rows(
     fixed, buffers, fixed_full, rows_of, of_head, sizes, scales, strides, index,
     NORM: gl.constexpr, FLAGS: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Compute and store dq, and the parameters' gradients, of the 64 rows of one warp group."""
+    """Compute and store dq, and the parameters' gradients, of the 64 rows of one warp group; other
+    arguments as in :func:`hopper_bwd_dq`."""
     k_tiles = buffers[0]
     heads, _, length = sizes
     scale, log2_scale, inv_softcap = scales
@@ -594,7 +598,8 @@ def dkdv_rows(
     fixed, buffers, fixed_full, slopes, dk_out, dv_out, index, sizes, scales, strides,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Compute and store dk and dv of one warp group's 64 keys, over the heads that share them."""
+    """Compute and store dk and dv of one warp group's 64 keys, over the heads that share them;
+    other arguments as in :func:`hopper_bwd_dkdv`."""
     q_tiles, full, empty = buffers[0], buffers[3], buffers[4]
     kv_heads, group, length = sizes
     scale, log2_scale, inv_softcap = scales

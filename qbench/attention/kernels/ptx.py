@@ -14,7 +14,7 @@ ONE = "0f3F800000"
 
 @triton.jit
 def exp2_ftz(y):
-    """Return 2^x. Denormal numbers become 0, which saves three instructions."""
+    """Return 2^y. Denormal numbers become 0, which saves three instructions."""
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
     )

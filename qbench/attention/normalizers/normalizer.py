@@ -146,8 +146,8 @@ class Normalizer(ABC):
         mask: Tensor | None,
         causal: bool,
     ) -> Tensor | None:
-        """Return the result of ``reference.attention`` without a window by a function of torch,
-        None if torch has none for such inputs."""
+        """Return the result of ``reference.attention`` (same arguments, no window) by a function of
+        torch, None if torch has none for such inputs."""
         return None
 
     @property
@@ -173,8 +173,8 @@ class Normalizer(ABC):
         return source_digest(type(self))
 
     def checked(self, parameters: Mapping[str, Tensor] | None, heads: int) -> dict[str, Tensor]:
-        """Return ``parameters`` by name. Raises UnavailableError for an unknown or missing one,
-        ValueError for a wrong shape."""
+        """Return ``parameters``, each [heads], by name; {} for None. Raises UnavailableError for an
+        unknown or missing one, ValueError for a wrong shape."""
         given = dict(parameters or {})
         for parameter in self.parameters:
             tensor = given.get(parameter.name)
