@@ -42,7 +42,8 @@ class CellResults:
 
     @classmethod
     def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
-        """Return the results of one record, whose outcomes are ``columns``."""
+        """Return the results of one record, whose outcomes are ``columns``; other columns than its
+        scores' are left out."""
         every, nothing = record.by_name(), Column.of(np.arange(0), [], [])
         names = [(score.task, score.metric) for score in record.scores]
         names = [name for name in names if (name[0], REDUNDANT.get(name[1])) not in names]
@@ -64,7 +65,8 @@ class ResultSet:
 
 
 def read_results(store: Store) -> ResultSet:
-    """Read the cells of a results folder with their outcomes, rounded to ``DECIMALS``."""
+    """Read the cells of a results folder with their outcomes, rounded to ``DECIMALS``. Raises
+    ResultsError for a damaged file."""
     cells, broken = {}, {}
     for cell in store.manifest().cells:
         record = store.get(cell)
@@ -97,7 +99,9 @@ def make(store: Store, out: Path, *, replace: bool = False) -> None:
         ]
     if unfit:
         reasons = "; ".join(group_by_reason(unfit))
-        raise ResultsError(f"{store.directory}: no baseline can be made from this: {reasons}")
+        raise ResultsError(
+            f"{store.directory}: no baseline can be made from it: {reasons}; run these cells again"
+        )
     if out.exists() and not replace:
         raise ResultsError(
             f"{out}: exists already; `qbench check {store.directory} --baseline {out}` shows what "

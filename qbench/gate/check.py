@@ -64,7 +64,8 @@ def require_same(
     new: Mapping[str, CellResults],
     across: Collection[str],
 ) -> list[str]:
-    """Return a line for each part of the keys that differs, with its cells.
+    """Return a line for each part of the keys that differs, with its cells; cells that one side
+    lacks and parts ``LEFT_OUT`` are not compared.
 
     Raises ResultsError if checkpoint or normalizer differ, unless ``across`` names that part.
     """
@@ -166,8 +167,8 @@ def check(
 
 
 def require_same_data(cell: str, before: Record, after: Record) -> None:
-    """Raise ResultsError if two records scored different data, by the digests in the records or
-    else in their keys."""
+    """Raise ResultsError if two records of ``cell`` scored different data, by the digests in the
+    records or else in their keys; tasks of one record alone are not compared."""
     keyed = [record.key_parts.get("tasks") or {} for record in (before, after)]
     for task in dict.fromkeys([*before.documents, *keyed[0]]):
         stored = task in before.documents and task in after.documents
@@ -285,9 +286,10 @@ def layer_gates(
 ) -> list[GateResult]:
     """Compare each quantized layer with the baseline's: error, gain, levels and bits.
 
-    Returns one result per measure, with the worst layer; ``margins`` are in per cent. A layer whose
-    stored codes and measures are the same passes. Different codes are no failure in themselves:
-    processors and library versions round differently.
+    Returns one result per measure, with the worst layer; a single one if all layers have the same
+    bits, or if some are no longer quantized; [] without layers. ``margins`` are in per cent. A
+    layer whose stored codes and measures are the same passes. Different codes are no failure in
+    themselves: processors and library versions round differently.
     """
     old, new = ({layer.name: layer for layer in audit.modules} for audit in (before, after))
     if not old:

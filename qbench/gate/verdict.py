@@ -291,7 +291,7 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
                 "perplexity=2 (per cent)"
             )
         if metric.strip() in margins:
-            raise RecipeError(f"--margin {text}: {metric.strip()} is given twice")
+            raise RecipeError(f"--margin {text}: {metric.strip()} is given twice; leave one out")
         margins[metric.strip()] = margin
     return margins
 
@@ -321,9 +321,11 @@ def margin_of(
     score: Score, column: Column, given: Mapping[str, float], *, lines: int,
     variance: Column | None = None,
 ) -> Margin:  # fmt: skip
-    """Return the margin of one ``score`` of the baseline. ``column`` has its outcomes, ``variance``
-    those of each prompt's mean if answers are drawn, ``lines`` is the number of scores that are
-    compared together. Call ``require_known`` before."""
+    """Return the margin of one ``score`` of the baseline: the ``given`` one by its metric's name,
+    with or without filter, or its family's (acc, perplexity), else the smallest that its documents
+    support. ``column`` has its outcomes, ``variance`` those of each prompt's mean if answers are
+    drawn, ``lines`` is the number of scores that are compared together. Call ``require_known``
+    before."""
     family = _family(score)
     supported = math.nan
     if family is not None:

@@ -337,7 +337,7 @@ def adjust(effects: Sequence[Effect]) -> list[Effect]:
 
 
 def holm(p: ArrayLike) -> Floats:
-    """Return p-values adjusted for the number of tests (Holm 1979)."""
+    """Return p-values adjusted for the number of tests (Holm 1979), in the given order."""
     p = np.asarray(p, dtype=float)
     order, adjusted = np.argsort(p), np.zeros(len(p))
     steps = p[order] * np.arange(len(p), 0, -1)
@@ -360,8 +360,9 @@ def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
 def drawing_error(
     scores: Iterable[Column], variances: Iterable[Column | None], aggregation: str
 ) -> float:
-    """Return the standard error of a contrast of ``scores`` that comes from drawing answers.
-    ``variances``: of the mean over each prompt's answers; None if they are not drawn."""
+    """Return the standard error of a contrast of ``scores`` that comes from drawing answers, on the
+    scale that is compared; 0 if none are drawn. ``variances``: of the mean over each prompt's
+    answers; None if they are not drawn."""
     total = 0.0
     for column, variance in zip(scores, variances, strict=True):
         if variance is not None:
@@ -381,7 +382,8 @@ def with_drawing_error(
 
 def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
     """Return by which factor samples per prompt must increase to tell a difference ``gap`` from the
-    margin; None if no factor suffices. ``drawn``: the part of ``stderr`` from drawing answers."""
+    margin; None if no factor suffices, or if nothing is ``drawn``: the part of ``stderr`` from
+    drawing answers."""
     if gap <= 0 or not drawn:
         return None
     most = (gap / float(special.ndtri(CONFIDENCE) + special.ndtri(POWER))) ** 2

@@ -57,7 +57,8 @@ class Column:
 
 
 def joined(columns: Mapping[str, Column]) -> Column:
-    """Return the columns of several tasks (by name) as one column over all of their documents."""
+    """Return the columns of several tasks (by name) as one column over all of their documents,
+    named "task document"."""
     parts = [
         [f"{task} {document}" for document in column.documents] for task, column in columns.items()
     ]

@@ -22,9 +22,9 @@ PAGE = (
 
 
 def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
-    """Return the tables of a comparison as text in ``format``; with ``published`` (see
-    ``printed_table``) also the scores that a paper prints. Raises RecipeError if either is
-    unknown."""
+    """Return the tables of a comparison as text in ``format`` (md, tex or csv); with ``published``
+    (see ``printed_table``) also the scores that a paper prints, but in csv. Raises RecipeError if
+    either is unknown."""
     if format not in FORMATS:
         raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
     if format == "csv":
@@ -46,9 +46,7 @@ def table_files(
     comparison: Comparison, formats: Sequence[str] = ("md", "csv"), *, published: str | None = None
 ) -> dict[str, str]:
     """Return file name → content: ``tables.<format>``, and ``seeds.csv`` over several trainings.
-
-    Markdown begins with the verdict.
-    """
+    Markdown begins with the verdict. ``published``: see ``render``."""
     files = {}
     for format in formats:
         text = render(comparison, format=format, published=published)

@@ -33,7 +33,8 @@ class AnalysisResults:
 
 
 def load_analyses(store: Store) -> AnalysisResults:
-    """Read all analyses of a results folder. Raises ResultsError if one is damaged."""
+    """Read all analyses of a results folder, and the records of its last run; if one of these is
+    damaged, none is kept, and a problem says so. Raises ResultsError if an analysis is damaged."""
     analyses: Analyses[Analysis] = Analyses(store.directory)
     cells, units = analyses.records(), sensitivities(store.directory).records()
     failed = [each for each in (*cells, *units) if each.status == "failed"]
@@ -78,8 +79,9 @@ SEEDS_NOTE = "Trainings of one kind: their mean, in brackets the lowest and the 
 
 
 def table_4(results: AnalysisResults) -> list[Table]:
-    """Return the paper's table 4: a row per analyzed cell and group of trainings, with the KL
-    divergence of each quantized cell of the same weights."""
+    """Return the paper's table 4: a row per analyzed cell and group of trainings that were all
+    analyzed, with the KL divergence of each quantized cell of the same weights; [] without
+    cells."""
     cells = {each.cell: [each] for each in results.cells}
     groups = {
         f"{group}/{quantizer}, {len(members)} trainings": [
@@ -140,7 +142,8 @@ def _kl_by_quantizer(analysis: Analysis, results: AnalysisResults) -> dict[str, 
 
 
 def mean_kl(record: Record) -> float | None:
-    """Return the mean KL divergence over all scored tokens of all tasks, nats per token."""
+    """Return the mean KL divergence over all scored tokens of all tasks, nats per token; None if it
+    was not measured."""
     if not isinstance(record.damage, Damage):
         return None
     every = [task.distributions for task in record.damage.tasks.values() if task.distributions]

@@ -207,8 +207,9 @@ class Results:
 
     @cached_property
     def damage(self) -> pd.DataFrame:
-        """Return one row per quantized cell, task and metric, with the columns of tables.csv, and
-        ``kl`` with its 95 % interval: over all tasks of the cell, in nats per token."""
+        """Return one row per quantized cell, task and metric, missing scores too, with the columns
+        of tables.csv but Δ's, and ``kl`` with its 95 % interval: over all tasks of the cell, in
+        nats per token."""
         left_out = [name for name in COLUMNS if name.startswith(("delta", "did"))]
         rows = pd.DataFrame(comparison_rows(self.comparison), columns=[*COLUMNS])
         rows = rows[rows.quantizer.isin(self.comparison.quantizers)].drop(columns=left_out)
@@ -225,7 +226,8 @@ class Results:
     @cached_property
     def documents(self) -> pd.DataFrame:
         """Return one row per quantized cell, task, metric and document: its value, the unquantized
-        model's, and KL divergence in nats per token."""
+        model's, and KL divergence in nats per token (NaN if not measured). Cells without damage are
+        left out, and documents that one of the two models lacks."""
         names = ["checkpoint", "quantizer", *DOCUMENT, "value", "unquantized", "weight", "kl"]
         tables = [pd.DataFrame(columns=names)]
         for cell in self.comparison.grid.cells:

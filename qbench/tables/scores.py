@@ -99,7 +99,8 @@ def score_notes(lines: MethodLines) -> list[str]:
 def seed_notes(
     comparison: Comparison, rows: Sequence[Row], contrasts: tuple[str, ...]
 ) -> list[str]:
-    """Return the lines below a table over seeds."""
+    """Return the lines below a table over seeds of ``contrasts``; those on trainings only if it
+    shows Δ."""
     effects, trainings = effects_of(rows, *contrasts), trained(comparison.records.values())
     notes = [
         "Means over trainings that differ in their seed.",
@@ -124,7 +125,7 @@ def seed_notes(
 
 
 def effects_of(rows: Iterable[Row], *contrasts: str) -> list[Effect]:
-    """Return the effects of these contrasts in all rows."""
+    """Return the effects of these contrasts in all rows, those without an interval left out."""
     return [each for row in rows for name in contrasts for each in row.of(name).values()]
 
 
@@ -134,7 +135,7 @@ def ratio_notes(effects: Iterable[Effect]) -> list[str]:
 
 
 def missing_notes(rows: Iterable[Row], *contrasts: str) -> list[str]:
-    """Return a line per reason why effects have no interval."""
+    """Return a line per reason why effects of these contrasts have no interval."""
     reasons = [
         (f"{row.label} {metric_title(row.metric)} {row.quantizer} of {group}", effect.reason)
         for row in rows
@@ -156,7 +157,7 @@ def precision_notes(rows: Iterable[Row]) -> list[str]:
 
 
 def scale_notes(comparison: Comparison) -> list[str]:
-    """Return a line that names precisions whose scales are stored in float32."""
+    """Return a line that names precisions whose scales are stored in float32; [] without such."""
     wide = {
         record.quantizer: None
         for record in comparison.records.values()
@@ -198,7 +199,8 @@ def text_notes(comparison: Comparison) -> list[str]:
 
 def drawn_notes(rows: Iterable[Row]) -> list[str]:
     """Return a line per metric whose answers are drawn: how much drawing other answers to the same
-    prompts changes a damage, and how many prompts or samples would show a loss of a hundredth."""
+    prompts changes a damage, and how many prompts or samples would show a loss of a hundredth; []
+    if none are drawn."""
     effects_of: dict[str, list[Effect]] = {}
     for row in rows:
         for effect in row.of("damages").values():

@@ -30,7 +30,8 @@ def summary(comparison: Comparison) -> str:
 
 
 def precision_table(comparison: Comparison) -> list[Table]:
-    """Return the table with a row per precision, with all columns and intervals."""
+    """Return the table with a row per precision, with all columns and intervals; [] without
+    statistics, or if nothing is quantized."""
     rows = _rows(comparison) if comparison.tested and comparison.quantizers else []
     return from_rows(rows, title="Precisions", notes=_legend(comparison, rows, [*rows[0]][4:])
                      if rows else ())  # fmt: skip

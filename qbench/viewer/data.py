@@ -153,7 +153,8 @@ class Results:
                     return
 
     def payload(self, name: str, *, wait: bool = False) -> Json:
-        """Return the payload ``name``, without the folder's index.
+        """Return the payload ``name``, such as overview or cell/3, without the folder's index;
+        ``wait``: for intervals and tests.
 
         Raises KeyError for an unknown name, ResultsError for records that cannot be read.
         """
@@ -338,7 +339,8 @@ def _record(store: Store, cell: int) -> Record:
 
 
 def cell_page(store: Store, cell: int) -> Json:
-    """Return a record's fields, its flips, and its key as dotted name → value."""
+    """Return the fields, the flips, and the key as dotted name → value, of the record of cell
+    number ``cell``. Raises IndexError or ResultsError if there is none."""
     record = _record(store, cell)
     _, reason = status_of(record)
     page = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
@@ -359,8 +361,8 @@ def cell_page(store: Store, cell: int) -> Json:
 
 
 def documents(store: Store, cell: int, task: int) -> Json:
-    """Return, for one task of a cell, the columns of outcomes and responses, KL per document, and
-    the documents whose tokens the record has."""
+    """Return, for task number ``task`` of cell number ``cell``, the columns of outcomes and
+    responses (None: not stored), KL per document, and the documents whose tokens the record has."""
     record, name = _record(store, cell), _task(store, task)
     page: Json = {
         "cell": record.cell,
@@ -382,8 +384,9 @@ def documents(store: Store, cell: int, task: int) -> Json:
 
 
 def tokens(store: Store, cell: int, task: int, document: int) -> Json:
-    """Return, for one document, its tokens by sample: text, KL divergence, change of
-    log-probability, and whether both models' likeliest token is the same (None: not recorded)."""
+    """Return, for a document of task number ``task``, its tokens by sample: text, KL divergence,
+    change of log-probability, and whether both models' likeliest token is the same (None: not
+    recorded)."""
     record, name = _record(store, cell), _task(store, task)
     rows = _tokens(store, record, name)
     assert rows is not None, "the page asks for documents with tokens only"
@@ -430,8 +433,8 @@ def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
 
 
 def task_texts(results: Results, task: int) -> Json:
-    """Return, by document, the texts of its requests (context and continuation) and the right
-    answer; or the reason why they are missing."""
+    """Return, by document of task number ``task``, the texts of its requests (context and
+    continuation) and the right answer; or the reason ``missing`` why there are none."""
     name = _task(results.store, task)
     empty: Json = {"task": name, "texts": {}, "targets": {}}
     if name == ANSWERS and (prompts := _prompts(results.store)):

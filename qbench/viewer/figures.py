@@ -101,7 +101,8 @@ def _label_layers(axes: Axes, label: str) -> None:
 
 def boxes(cells: Sequence[Analysis]) -> NamedFigures:
     """Yield a figure of hidden states after each decoder layer (the paper's figure 5): quartiles as
-    boxes, whiskers to the smallest and largest value, dashes at 0.1 % and 99.9 %."""
+    boxes, whiskers to the smallest and largest value, dashes at 0.1 % and 99.9 %. Nothing without
+    ``cells``."""
     if not cells:
         return
     figure, grid = _panels(len(cells), height=2.3)
@@ -134,7 +135,7 @@ def boxes(cells: Sequence[Analysis]) -> NamedFigures:
 
 def sinks(cells: Sequence[Analysis]) -> NamedFigures:
     """Yield heat maps by layer and head: the share of texts on which a head's mean weight on the
-    first key exceeds 0.3, and that mean weight."""
+    first key exceeds 0.3, and that mean weight. Nothing without ``cells``."""
     if not cells:
         return
     figure, grid = _panels(len(cells), 2, height=2.2)

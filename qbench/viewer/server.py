@@ -65,7 +65,8 @@ class Server(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def payload(self, name: str) -> str:
-        """Return the JSON text of a payload. Raises KeyError for an unknown name."""
+        """Return the JSON text of a payload; ``{"error": …}`` if its records cannot be read. Raises
+        KeyError for an unknown name."""
         if name == "index":
             return encode(index(self.results))
         if name == "state":

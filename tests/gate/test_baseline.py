@@ -42,7 +42,7 @@ def test_replacing_a_baseline_must_be_asked_for(tmp_path, good, standard):
 @pytest.mark.parametrize("state", ["failed", "missing"])
 def test_no_baseline_is_made_of_broken_results(tmp_path, state):
     store = changed(tmp_path, **{state: ("softmax/hqq-4bit", "softpick/hqq-4bit")})
-    words = rf"no baseline can be made from this: softmax/hqq-4bit, softpick/hqq-4bit: {state}"
+    words = rf"no baseline can be made from it: softmax/hqq-4bit, softpick/hqq-4bit: {state}"
     with pytest.raises(ResultsError, match=words):
         baseline.make(store, tmp_path / "baseline.tar.xz")
 
@@ -65,7 +65,7 @@ def endless(record):
 def test_no_baseline_is_made_of_a_cell_that_is_no_standard(tmp_path, change, words):
     store = changed(tmp_path)
     update(store, CELL, **change(record_of(store, CELL)))
-    with pytest.raises(ResultsError, match=rf"no baseline can be made from this: {CELL}: {words}"):
+    with pytest.raises(ResultsError, match=rf"no baseline can be made from it: {CELL}: {words}"):
         baseline.make(store, tmp_path / "baseline.tar.xz")
 
 
