@@ -192,12 +192,12 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
                "--peers", "rtn-4bit", "--length", 32, "--out", tmp_path)  # fmt: skip
     calls, kl = [], measure.FromBlocks.kl
 
-    def stops(self, *variants):
+    def stops(self, *variants, **options):
         before = len(calls)
         calls.extend(map(tuple, variants))
         if before < 60 <= len(calls):
             raise MemoryError("stopped")
-        return kl(self, *variants)
+        return kl(self, *variants, **options)
 
     monkeypatch.setattr(measure, "SAVE_EVERY", -1.0)
     monkeypatch.setattr(measure.FromBlocks, "kl", stops)
