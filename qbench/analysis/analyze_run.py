@@ -106,7 +106,8 @@ def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisManifest:
 
 
 def put_sensitivity_grid(out: Analyses[Sensitivity], cells: Sequence[Cell], name: str) -> None:
-    """Write the manifest: ``cells``, after the other cells of earlier commands."""
+    """Write the manifest of the recipe ``name``: ``cells``, after the other cells of earlier
+    commands."""
     fresh = [_place(cell) for cell in cells]
     before = out.manifest_before()
     earlier = before.cells if before else ()
@@ -129,7 +130,8 @@ class AnalysisResult(CellResult):
     def put(
         self, status: Literal["ok", "unfinished", "failed"], error: str | None
     ) -> Analysis | Sensitivity:
-        """Save the record unless it would replace a good one by a failed one; return the record."""
+        """Save the record unless it would replace a good one by another; return it in either case.
+        ``error``: why the analysis failed."""
         kind = self.analyses.kind
         fields = self.common_fields(error) | self.contents | {"status": status}
         if kind is Sensitivity:

@@ -165,7 +165,7 @@ Head = tuple[int, int]  # layer and head, from 0
 
 def choose(measured: Measured) -> tuple[Head, ...]:
     """Return two heads to draw: the one with the most weight on the first key, which shows a sink
-    if there is one, and of the others the one whose queries have the largest weights."""
+    if there is one, and of the others, if any, the one whose queries have the largest weights."""
     heads = {
         (layer, head): measures
         for layer, part in enumerate(measured.layers)
@@ -183,8 +183,9 @@ def attention_maps(
     prose: Tensor,
     heads: Sequence[Head],
 ) -> tuple[AttentionMap, ...]:
-    """Return the weights of ``heads`` on the beginning of ``prose`` [T] and on each of ``TEXTS``.
-    Raises RecipeError for a head that the model does not have."""
+    """Return the weights of ``heads`` on the first TOKENS tokens of ``prose`` [T] and of each of
+    ``TEXTS``: per query those on the keys up to its own. Raises UnavailableError for a head that
+    the model does not have."""
     begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
     texts = {"prose": prose.tolist()} | {
         kind: [*begin, *tokenizer.encode(text, add_special_tokens=False)]

@@ -144,7 +144,8 @@ def counts(values: Tensor) -> Tensor:
 
 
 def quantiles(pattern_counts: Tensor, *, exact: bool) -> dict[str, float]:
-    """Return the quantiles at LEVELS from ``pattern_counts``, the result of :func:`counts`.
+    """Return the quantiles, by level as text, at LEVELS from ``pattern_counts``, the int64 [BINS]
+    of :func:`counts`.
 
     ``exact``: the values were bfloat16, so that each pattern is one value. Otherwise it is a range
     of values, and its middle is returned, at most 0.4 % off.
@@ -172,7 +173,7 @@ class Inputs:
     @classmethod
     @torch.no_grad()
     def of(cls, batch: Tensor) -> Inputs:
-        """Return the statistics of some texts, [B, T, D]."""
+        """Return the statistics of the inputs ``batch`` [B, T, D] of a layer on some texts."""
         wide = batch.float()
         squares = wide.square().sum(-1).sum(dtype=torch.float64)
         return cls(elements=wide.numel(), largest=wide.abs().max(), squares=squares)

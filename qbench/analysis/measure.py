@@ -62,8 +62,9 @@ class Pass:
         self.massive += self.states[layer].add(states, layer=layer, first=self.first)
 
     def see_input(self, name: str, module: nn.Module, inputs: tuple, options: dict) -> None:
-        """Add the input of the linear layer ``name``, as a pre-hook. Layers with the same input
-        (q, k, v; gate, up) share its statistics."""
+        """Add the input of the linear layer ``name``, as a pre-hook: the first tensor of ``inputs``
+        or the named ``options``. Layers with the same input (q, k, v; gate, up) share its
+        statistics; one that sees only some of the tokens (an expert) is left out."""
         given = next(x for x in (*inputs, *options.values()) if isinstance(x, Tensor))
         batch, length = self.shape
         if given.numel() != batch * length * given.shape[-1]:

@@ -38,9 +38,9 @@ class Unit:
 def units(
     model: PreTrainedModel, linears: Sequence[str], *, blocks: bool, with_norms: bool = False
 ) -> list[Unit]:
-    """Return a unit per linear layer of ``linears``, or with ``blocks`` per decoder layer, in the
-    model's order. ``with_norms``: units are complete decoder layers, for methods that change norms
-    too."""
+    """Return a unit per linear layer of ``linears``, or with ``blocks`` per decoder layer that has
+    some, in the model's order. ``with_norms``: units are complete decoder layers, for methods that
+    change norms too."""
     names = {module: name for name, module in model.named_modules()}
     prefixes = [f"{names[layer]}." for layer in decoder_layers(model)]
 

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 def timed(device: str, run: Callable[[], T]) -> tuple[T, dict[str, float]]:
-    """Call ``run``; return its result, and its ``seconds`` and ``peak_gib`` as parts of a row."""
+    """Call ``run`` after freeing the memory of ``device``, "cpu" or "cuda"; return its result, and
+    its ``seconds`` and ``peak_gib`` as parts of a row."""
     machine.free(device)  # graphs and caches of the model before lie in circles of references
     machine.synchronize(device)
     machine.reset_peak_memory(device)

@@ -56,7 +56,8 @@ class Shape:
         return f"B{self.batch} T{self.length} H{heads} D{self.head_dim}"
 
     def tensors(self) -> list[Tensor]:
-        """Return random query, key and value."""
+        """Return random query [B, H, T, D], key and value [B, KV heads, T, D]: bf16, with
+        gradients."""
         return [
             random_tensor(self.batch, self.length, heads, self.head_dim).requires_grad_()
             for heads in (self.heads, self.kv_heads, self.kv_heads)
@@ -70,7 +71,8 @@ class Shape:
         return settings | VARIANTS[variant]
 
     def flop(self, variant: str) -> float:
-        """Return the FLOP of a forward pass."""
+        """Return the FLOP of a forward pass; ``variant``, a key of VARIANTS, matters if it is
+        "window"."""
         seen = min(WINDOW, self.length) if variant == "window" else self.length
         pairs = seen * (seen + 1) / 2 + (self.length - seen) * seen
         return 4 * self.batch * self.heads * self.head_dim * pairs
@@ -96,7 +98,7 @@ def given(normalizer: str, heads: int, *, sloped: bool = False) -> dict[str, Ten
 
 
 def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
-    """Return the median time of ``run`` by CUDA events over ``repeat_ms``, after a warm-up."""
+    """Return the median time of ``run`` by CUDA events over ``repeat_ms`` ms, after a warm-up."""
     return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
 
 
@@ -106,8 +108,9 @@ CHECKED = {64: 3200, 128: 2304}  # tokens by head width, see hopper.MIN_WORK
 
 @functools.cache
 def require_right(shape: Shape, variant: str, normalizer: str) -> None:
-    """Compare our kernels with the float64 reference on one batch row of ``shape``, cut to CHECKED
-    tokens: the output and the gradients of query, key and value. Raises EvaluationError."""
+    """Compare our kernel of ``normalizer`` and ``variant`` with the float64 reference on one batch
+    row of ``shape``, cut to CHECKED tokens: the output and the gradients of query, key and value.
+    Raises EvaluationError if one is wrong. A second call with the same arguments does nothing."""
     length = min(shape.length, CHECKED[shape.head_dim])
     shape = replace(shape, batch=1, length=length, variants=())
     torch.manual_seed(0)
@@ -124,7 +127,8 @@ def require_right(shape: Shape, variant: str, normalizer: str) -> None:
 
 
 def require_close(what: str, actual: Tensor, truth: Tensor) -> None:
-    """Raise EvaluationError if ‖actual − truth‖ / ‖truth‖ is above LIMIT or not a number."""
+    """Raise EvaluationError that names ``what`` if ‖actual − truth‖ / ‖truth‖ of two tensors of
+    any one shape is above LIMIT or not a number."""
     error = float((actual.double() - truth).norm() / truth.norm().clamp(min=1e-30))
     if not error <= LIMIT:
         raise EvaluationError(
@@ -264,7 +268,9 @@ def _torchs(backend: Any, shape: Shape) -> Run:
 
 
 def passes(shape: Shape, variant: str, name: str, repeat_ms: int) -> Row:
-    """Return a row with the TFLOP/s of the forward and the backward pass of ``name``."""
+    """Return a row with the TFLOP/s of ``forward`` and ``backward`` of ``name``, each timed for
+    ``repeat_ms`` ms; ``error`` says why a kernel did not run. Raises EvaluationError if ours is
+    wrong."""
     row: Row = {"shape": str(shape), "variant": variant, "kernel": name}
     if name not in PEERS:
         require_right(shape, variant, name)
@@ -284,7 +290,8 @@ def passes(shape: Shape, variant: str, name: str, repeat_ms: int) -> Row:
 
 def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -> Iterator[Row]:
     """Yield rows with the milliseconds of one query per sequence, and the TB/s of reading keys and
-    values, also as a share of ``copied``, the TB/s of a copy."""
+    values, also as a share of ``copied``, the TB/s of a copy: of our kernels in ``only`` (all if it
+    is empty) and torch's. Raises EvaluationError if one of ours is wrong."""
     batch, length, heads, head_dim = shape.batch, shape.length, shape.heads, shape.head_dim
     key, value = (random_tensor(batch, length, heads, head_dim).contiguous() for _ in range(2))
     query = random_tensor(batch, 1, heads, head_dim)

@@ -47,10 +47,12 @@ def bench_cells(
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Time one greedy answer of ``tokens`` new tokens to a prompt of ``PROMPT``, batch size 1, by
-    each cell of ``records``. Returns the environment and a row per cell; ``log`` gets its line.
+    each cell of ``records``. Returns the environment and a row per cell; ``log`` gets its line, or
+    the reason why a cell cannot be loaded, which then has no row.
 
     Tokens/s are those of the median token after the first: what is compiled, allocated or computed
-    by others meanwhile slows some of them. ``quartiles`` of tokens/s tell how evenly it ran."""
+    by others meanwhile slows some of them. ``quartiles`` of tokens/s tell how evenly it ran.
+    """
     rows = []
     for record in records:
         try:

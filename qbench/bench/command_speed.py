@@ -34,9 +34,10 @@ def bench_command(
     """Return a row per command: lm-eval's for the plan's first checkpoint, ``qbench run RECIPE
     --only PATTERN`` of each pattern in ``cells``, one after the other with a common cache that is
     empty at first, the whole ``recipe`` with another empty one if ``cells`` is empty, and lm-eval's
-    again, since hosts drift.
+    again, since hosts drift. ``log`` gets a line per command.
 
-    A row's ``seconds`` end when the process does; ``speed`` is its share of lm-eval's mean.
+    A row's ``seconds`` end when the process does; ``speed`` is its share of lm-eval's mean. Raises
+    EvaluationError if a command fails.
     """
     rows: list[Row] = []
     with TemporaryDirectory() as name:

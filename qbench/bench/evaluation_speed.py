@@ -58,8 +58,9 @@ def compare(
     *,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Score ``tasks`` with ``model`` in every mode, one after the other, and in the last mode again
-    while damage is measured, of the model against itself.
+    """Score ``tasks`` with ``model`` in every mode, one after the other, and in the last mode,
+    unless it is lm-eval's, twice more: while hidden states are kept, as of an unquantized model,
+    and while damage is measured against them.
 
     ``settings``: the settings of each mode, lm-eval's first, with which the others are compared.
     ``log`` is called with a line per task and mode. Returns the model's name, the settings by mode,

@@ -78,9 +78,9 @@ class Costs:
 
 
 def expand(methods: Sequence[str]) -> list[str]:
-    """Return quantizers: of a family such as ``gptq``, or ``gptq:group_size=32``, one per width.
-
-    Raises RecipeError for an unknown one, or one that is not made here of weights alone."""
+    """Return the quantizers of ``methods``: of a family such as ``gptq``, or
+    ``gptq:group_size=32``, one per width; others as they are. Raises RecipeError for an unknown
+    one, or one that is not made here of weights alone."""
     quantizers: dict[str, None] = {}
     for method in methods:
         family, colon, options = method.partition(":")
@@ -183,8 +183,8 @@ def best_uniform(
     costs: Costs, kl: Mapping[str, float], bits_per_weight: float
 ) -> tuple[str, str] | None:
     """Return the choice of all layers, and that of LM head and embeddings, with the least KL
-    divergence of those that fit; None if none does. ``kl``: by choice, with all layers quantized
-    but these two, whose costs are added."""
+    divergence of those within ``bits_per_weight``; None if none is. ``kl``: by choice, with all
+    layers quantized but these two, whose costs are added."""
     at_ends = costs.options[costs.ends[0]] if costs.ends else (UNQUANTIZED,)
     fitting = [
         (kl[choice] + costs.sum_of(dict.fromkeys(costs.ends, end)), choice, end)
@@ -205,8 +205,9 @@ def uniform_column(choice: str, end: str = UNQUANTIZED, ends: Sequence[str] = ()
 
 
 def column(chosen: Mapping[str, str], label: str, ends: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the recipe's entry of a mix: patterns of layers' names, the first of which counts.
-    ``ends``: LM head and embeddings, which are unquantized unless a pattern names them."""
+    """Return the recipe's entry, named ``label``, of the mix ``chosen``, a choice by layer:
+    patterns of layers' names, the first of which counts. ``ends``: LM head and embeddings, which
+    are unquantized unless a pattern names them."""
     quantized = {name: choice for name, choice in chosen.items() if choice != UNQUANTIZED}
     left_out = sorted(chosen.keys() - quantized.keys() - set(ends))
     entry = {"name": "mixed", "label": label, "layers": dict(patterns(quantized))}
@@ -214,9 +215,9 @@ def column(chosen: Mapping[str, str], label: str, ends: Sequence[str] = ()) -> d
 
 
 def patterns(chosen: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return (pattern, choice) pairs that give each layer its choice by the first pattern that
-    matches. Layers of one projection are one pattern, less exceptions, which are one pattern if
-    their numbers differ in the last digit alone: ``model.layers.*.mlp.up`` after
+    """Return (pattern, choice) pairs that give each layer its choice in ``chosen`` by the first
+    pattern that matches. Layers of one projection are one pattern, less exceptions, which are one
+    pattern if their numbers differ in the last digit alone: ``model.layers.*.mlp.up`` after
     ``model.layers.1[024].mlp.up``."""
     pairs = []
     for shared, names in alike(chosen).items():
@@ -233,7 +234,8 @@ def patterns(chosen: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def asking(costs: Costs, chosen: Mapping[str, str]) -> str:
-    """Return a sentence that says which projections and layers of a mix have the most bits."""
+    """Return a sentence that says which projections and layers of the mix ``chosen``, a choice by
+    layer, have the most bits."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in chosen:
         for key in re.findall(r"^\D*(\d+)|([^.]+)$", name):

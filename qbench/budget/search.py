@@ -44,9 +44,10 @@ def search(
     """Return the results of the search as plain JSON, and the recipe's entries: the mix of each
     budget, and the best uniform columns by KL on the text of the search.
 
-    ``plan_of`` plans a recipe with given quantizers after an unquantized one; ``budgets``: a number
-    and its unit, bits or gib, by label of the mix; ``text``: the other arguments of
-    ``measure.Search``.
+    ``plan_of`` plans a recipe with given quantizers after an unquantized one; ``choices``: the
+    quantizers that layers choose from; ``peers``: others, which are checked and not measured;
+    ``budgets``: a number and its unit, bits or gib, by label of the mix; ``text``: the other
+    arguments of ``measure.Search``. Raises RecipeError for a budget that no choice fits.
     """
     from qbench.budget import measure
 
@@ -109,7 +110,8 @@ def search(
 
 def certificate(answer: Effect | Missing, mix: Record, other: Record) -> dict[str, Any]:
     """Return the test of a mix's KL divergence against another column's on a run's documents as
-    plain JSON, with a sentence, ``text``, that says which of them to take."""
+    plain JSON, with a sentence, ``text``, that says which of them to take; without numbers if
+    ``answer`` is Missing."""
     parts, texts = dict[str, Any](), []
     for what, record in {"mix": mix, "other": other}.items():
         bits, size = bits_per_weight(record), gib(record)
@@ -134,8 +136,8 @@ def certificate(answer: Effect | Missing, mix: Record, other: Record) -> dict[st
 
 
 def compare_with(store: Store, pairs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Return the ``certificate`` of each (mix, other column) whose records are finished; p-values
-    are corrected over all of them."""
+    """Return the ``certificate`` of each (mix, other column), labels both; pairs without two
+    finished records are left out. P-values are corrected over all of them."""
     records = {record.quantizer: record for record in store.records() if record.status == "ok"}
     pairs = [pair for pair in pairs if records.keys() >= {*pair}]
     columns = {name: kl_column(store, records[name]) for pair in pairs for name in pair}
@@ -150,7 +152,8 @@ def report(
     folder: Path, results: dict[str, Any], peers: Sequence[str]
 ) -> tuple[list[str], list[Path]]:
     """Compare the finished cells of ``folder``, a mix with its uniform column and with each of
-    ``peers``; write budget.json and budget.svg. Return the lines to print, and the files."""
+    ``peers``, labels; add that to ``results``, those of :func:`search`; write budget.json and
+    budget.svg. Return the lines to print, and the files."""
     store, mixes, lines = Store(folder), results["mixes"], []
     pairs = [(mix["label"], mix["best_uniform"]) for mix in mixes if mix["best_uniform"]]
     results["certificates"] = compare_with(store, pairs)
@@ -175,8 +178,8 @@ def report(
 
 
 def draw(results: Mapping[str, Any]) -> Figure:
-    """Return a figure: KL against bits per weight on the search's text, of mixes and of uniform
-    columns; below, the bits of each layer of each mix."""
+    """Return a figure of the ``results`` of :func:`search`: KL against bits per weight on its text,
+    of mixes and of uniform columns; below, the bits of each layer of each mix."""
     mixes = results["mixes"]
     figure = Figure(figsize=(7.2, 3.4 + 1.25 * len(mixes)), layout="constrained")
     heights = [3.2, *(1.2 for _ in mixes)]

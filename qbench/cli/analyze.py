@@ -141,7 +141,8 @@ def compute_missing(
     *,
     force: bool,
 ) -> list[Analysis | Sensitivity]:
-    """Compute the analyses that are missing; return those that failed."""
+    """Compute the analyses of ``cells`` that are missing, or with ``force`` all; return the
+    failed."""
     apart = ""
     if analyses.kind is Sensitivity:
         apart = f", one {'decoder' if settings.blocks else 'linear'} layer at a time"

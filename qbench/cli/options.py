@@ -54,8 +54,8 @@ class CommandGroup(typer.Typer):
         )
 
     def command(self, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Return a decorator that registers a command. Flags that default to False get no
-        ``--no-``."""
+        """Return a decorator that registers a command as ``name``. Flags that default to False get
+        no ``--no-``."""
 
         def register(command: Callable[..., None]) -> Callable[..., None]:
             about, _, section = (inspect.getdoc(command) or "").partition("\n\nOptions:\n")

@@ -50,8 +50,8 @@ def tables(
 def show_tables(
     store: Store, *, format: str = "md", published: str | None = None, against: str | None = None
 ) -> Comparison:
-    """Print and write tables as the command ``tables`` does; return the comparison. If the folder
-    cannot be written, say so and print only."""
+    """Print and write tables as the command ``tables`` does with these options; return the
+    comparison. If the folder cannot be written, say so and print only."""
     comparison = compare(store, against=against)
     formats = ("md", "csv") if format == "md" else (format,)
     files = table_files(comparison, formats, published=published)

@@ -87,8 +87,8 @@ def load_launcher(
     device: str,
     cluster: str | None = None,
 ) -> Launcher:
-    """Read and check a recipe; return a launcher that runs its cells in this process. With a
-    ``cluster``, ``device`` may stay "auto": ``launch`` asks the workers."""
+    """Read and check a recipe; return a launcher that runs its cells in this process. ``out`` None:
+    results/NAME. With a ``cluster``, ``device`` may stay "auto": ``launch`` asks the workers."""
     loaded = Recipe.load(recipe, overrides)
     if recipe is None and (line := added_column(loaded, overrides)):
         typer.echo(line, err=True)
@@ -260,8 +260,8 @@ def plan(
 
 
 def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
-    """Yield the lines of ``qbench plan``: tasks, checkpoints with sizes, cells with state and cost,
-    and settings that were chosen for models."""
+    """Yield the lines of ``qbench plan``, of cells that match ``only``: tasks, checkpoints with
+    sizes, cells with state and cost, and settings that were chosen for models."""
     for name in planned.skipped:
         yield f"left out  {name}: no data"
     for task in planned.tasks:

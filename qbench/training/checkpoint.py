@@ -102,7 +102,7 @@ class Run:
         self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> Progress:
         """Restore parameters and optimizer from ``save_state``'s file, bit for bit, and return its
-        progress; without a file the progress of a new training.
+        progress; without a file change nothing and return the progress of a new training.
 
         Raises TrainingError if the state has other settings or is damaged.
         """

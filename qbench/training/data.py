@@ -138,7 +138,8 @@ def read_token_files(folder: Path) -> TokenFiles:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the tokenizer's files in ``folder``. Raises DataError if there are none."""
+    """Return the tokenizer's files in ``folder``, by name, without ``tokens.json``. Raises
+    DataError if there are none."""
     files = [
         path
         for path in sorted(folder.iterdir())
@@ -195,7 +196,7 @@ def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.in
     sequences.
 
     Each epoch has another order, a permutation by NumPy's PCG64 seeded with (seed, epoch), so that
-    any step can be computed without the steps before it.
+    any step can be computed without the steps before it. A step may lie in two epochs.
     """
     positions = np.arange(step * rows, (step + 1) * rows)
     epochs = positions // of
@@ -208,7 +209,7 @@ def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.in
 
 @lru_cache(maxsize=2)  # a step may lie in two epochs
 def permutation(of: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order of ``of`` sequences in this epoch."""
+    """Return the order of ``of`` sequences in this epoch, int64 [of]."""
     return np.random.default_rng([seed, epoch]).permutation(of)
 
 
@@ -216,8 +217,8 @@ def dataloader(
     source: Sequences, recipe: TrainingRecipe, processes: PartialState, *, first: int, seed: int
 ) -> Iterator[Tensor]:
     """Yield the batches of this process, int64 [sequences, context + 1] on its device: one per
-    forward pass, step by step from ``first``. The sequences of a step are the same for any number
-    of processes and passes."""
+    forward pass, step by step from ``first``, in the order of ``seed``. The sequences of a step are
+    the same for any number of processes and passes."""
     import torch
 
     size = recipe.batch.sequences
@@ -321,8 +322,9 @@ def _ngrams(words: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def evaluation_ngrams(folder: Path) -> set[int]:
-    """Return the hashes of all 13-grams of words in the strings of the JSON Lines files below
-    ``folder``. Raises DataError if there are none."""
+    """Return the hashes of all 13-grams of words, in lower case, in the strings of the JSON Lines
+    files below ``folder``; they hold in this process only. Raises DataError if there are no
+    files."""
     files = sorted(folder.rglob("*.jsonl"))
     if not files:
         raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
@@ -420,8 +422,8 @@ def _rows(source: str) -> Iterator[dict[str, Any]]:
 
 def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
     """Learn a byte-level BPE with single digits and at most ``vocabulary`` entries (256 bytes and
-    special tokens included), and write ``tokenizer.json`` and ``tokenizer_config.json`` to
-    ``folder``."""
+    special tokens included) from the first LEARNED_FROM ``documents``, and write ``tokenizer.json``
+    and ``tokenizer_config.json`` to ``folder``."""
     tokenizer = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -444,7 +446,7 @@ def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
 
 
 def begin_with(token: int, folder: Path) -> None:
-    """Change ``tokenizer.json`` in ``folder`` so that the only special token that it adds is
+    """Change ``tokenizer.json`` in ``folder`` so that the only special token that it adds is the id
     ``token``, before each text; no change if that holds already."""
     path = str(folder / TOKENIZER)
     tokenizer = Tokenizer.from_file(path)
@@ -473,11 +475,12 @@ def tokenize(
 ) -> AboutTokens:
     """Write the token files to train on and held out for measuring to the new folder ``out``.
 
-    ``tokenizer``: a folder or hub id that has one, or the number of entries of a new one, learned
-    from the text. Each document becomes BOS, its text, EOS. Writing stops after ``most_tokens`` ids
-    to train on. ``decontaminate``: a folder of evaluation texts; lines that share a 13-gram with
-    one are left out. ``progress`` is called with the documents and tokens so far. Raises DataError,
-    RecipeError and OutputError.
+    ``sources``: see :func:`documents`. ``tokenizer``: a folder or hub id that has one, or the
+    number of entries of a new one, learned from the text. Each document becomes BOS, its text, EOS;
+    one in STRIDE is held out, up to HELD_OUT ids. Writing stops after the document that reaches
+    ``most_tokens`` ids to train on. ``decontaminate``: a folder of evaluation texts; lines that
+    share a 13-gram with one are left out. ``progress`` is called with the documents and tokens so
+    far. Raises DataError, RecipeError and OutputError.
     """
     for source in sources:
         require_source(source)

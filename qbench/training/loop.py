@@ -313,7 +313,7 @@ def _or_inf(loss: float | None) -> float:
 @contextmanager
 def joined(device: str) -> Iterator[PartialState]:
     """Join the processes that torchrun or accelerate started, as their environment variables say,
-    and yield the state; a single process without them.
+    and yield the state; a single process without them. ``device``: "cpu" or "cuda".
 
     Call it before anything is computed on a GPU: without a fixed workspace cuBLAS may sum in
     another order from one process to the next. Raises UnavailableError for a GPU that does not
@@ -344,9 +344,11 @@ def train_recipe(
     stop_after: int | None = None,
 ) -> list[Training]:
     """Train the runs that are not finished, or ``stop_after`` steps of each. Each run's checkpoint
-    goes to ``out/<normalizer>-seed<n>``.
+    goes to ``out/<normalizer>-seed<n>``. ``log`` gets lines that begin with the run's name.
 
-    Returns the records of the finished runs. Raises TrainingError if one breaks.
+    Returns the records of all runs that are finished now, also of those that were before. Raises
+    RecipeError or DataError if the data do not fit, TrainingError if a run breaks, is trained by
+    another process, or was begun with other settings.
     """
     require_data(recipe, files, processes=processes.num_processes)
     records = []

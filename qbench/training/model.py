@@ -39,7 +39,8 @@ def model_settings(
     pad: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return ``model_type`` and settings of the class of transformers for a model of ``shape``:
-    Llama's; with a gate those of ``gated.py``; without a rotary embedding SmolLM 3's."""
+    Llama's; with a gate those of ``gated.py``; without a rotary embedding SmolLM 3's.
+    ``normalizer`` is named with its gate; ``bos``, ``eos`` and ``pad`` are ids."""
     kind: dict[str, Any] = {"model_type": "llama"}
     if gate := split_gate(normalizer)[1]:
         kind = {"model_type": "gated-llama", "gate": gate}
@@ -93,8 +94,8 @@ PEAK = {"H200": 790e12, "H100": 757e12}
 
 
 def utilization(model: LlamaForCausalLM, context: int, speed: float, hardware: str) -> float | None:
-    """Return the share of the GPU's peak FLOP/s at ``speed`` tokens per second; None if the peak of
-    ``hardware``, a name, is not listed."""
+    """Return the share of the GPU's peak FLOP/s at ``speed`` tokens per second in sequences of
+    ``context`` tokens; None if the name ``hardware`` holds no key of PEAK."""
     peak = next((rate for name, rate in PEAK.items() if name in hardware), None)
     return None if peak is None else speed * flops_per_token(model, context) / peak
 
@@ -136,8 +137,9 @@ def initial_model(
     ``softpick/triton``.
 
     The weights are drawn on the CPU and depend only on ``shape`` and ``seed``: they are the same
-    for every attention function, whose own parameters come after, and so do gates. ``tokens``: the
-    ids of bos, eos and pad. Raises UnavailableError if the attention implementation cannot run.
+    for every attention function, whose own parameters come after, and so do gates. Parameters that
+    it can do without are there only if ``shape`` names them. ``tokens``: the ids ``bos``, ``eos``
+    and ``pad``. Raises UnavailableError if the attention implementation cannot run.
     """
     torch.manual_seed(seed)
     settings = model_settings(shape, normalizer, **tokens)
@@ -175,7 +177,8 @@ class Loss(nn.Module):
         self.matrix = model.get_output_embeddings()
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the loss of ``rows`` [B, T + 1] int64: every token but the first is predicted."""
+        """Return the loss, a scalar, of ``rows`` [B, T + 1] int64: every token but the first is
+        predicted."""
         # Looked up outside of what is compiled: the gradient by torch's own kernel is the same
         # every time, and quick for tokens that come often; the compiler's is one or the other.
         # Handed over in the passes' dtype, so that the residual stream and the rotary embedding
@@ -197,7 +200,7 @@ class Loss(nn.Module):
 
 def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
     """Return the learning rate of ``step``, from 0, as a share of its peak: linear up to 1, then
-    cosine down to the floor at ``steps``."""
+    cosine down to the floor at ``steps``, or 1 if the schedule has no decay."""
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     if schedule.decay == "none":
@@ -245,8 +248,8 @@ def parallel_loss(
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Make torch's operators and compiled kernels deterministic in the body, or raise if they
-    cannot be; with ``enabled`` False do nothing."""
+    """Make torch's operators and compiled kernels deterministic in the body, or raise RuntimeError
+    at one that cannot be; with ``enabled`` False let them be as fast as they can."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(enabled)
     torch.utils.deterministic.fill_uninitialized_memory = False  # none is read

@@ -47,8 +47,8 @@ Positive = Annotated[float, Field(strict=True, gt=0)]
 
 
 def split_gate(name: str) -> tuple[str, str | None]:
-    """Return the attention function and what its gate multiplies: ("softmax", "head") for
-    ``softmax+head-gate``, ("softmax", None) for ``softmax``."""
+    """Return the attention function and what its gate multiplies: ("softmax", "head") for the
+    ``name`` ``softmax+head-gate``, ("softmax", None) for ``softmax``."""
     normalizer, plus, gate = name.partition("+")
     return normalizer, GATES.get(plus + gate)
 
@@ -173,8 +173,9 @@ class TrainingRecipe(Strict):
         data: Path | None = None,
         sequences: int | None = None,
     ) -> TrainingRecipe:
-        """Read and check the recipe in ``path``; the other arguments replace its values: ``tokens``
-        of one run, ``data`` the folder of token files, ``sequences`` that a device reads at once.
+        """Read and check the recipe in ``path``; the other arguments replace its values if they are
+        given: ``normalizers`` and ``seeds`` of the runs, ``tokens`` of one run, ``data`` the folder
+        of token files, ``sequences`` that a device reads at once.
 
         Raises RecipeError, with one line per problem.
         """
