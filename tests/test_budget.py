@@ -8,6 +8,7 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from loading import load_model
@@ -20,13 +21,13 @@ from qbench.budget import measure, search
 from qbench.budget.choose import (
     UNQUANTIZED,
     Costs,
-    best_uniform,
     column,
     expand,
     patterns,
     smaller_groups,
     solve,
-    uniform_column,
+    uniform_columns,
+    uniform_entry,
 )
 from qbench.checkpoints import find
 from qbench.errors import QbenchError
@@ -46,6 +47,15 @@ OPTIONS = (
 )  # fmt: skip
 
 
+def table_of(options):
+    """Return the table of ``Costs``, of options that hold bits and KL by layer and choice."""
+    rows = {
+        (n, c): (*each, each[0]) for n, choices in options.items() for c, each in choices.items()
+    }
+    index = pd.MultiIndex.from_tuples(rows, names=["layer", "choice"])
+    return pd.DataFrame([*rows.values()], index, ["bits", "kl", "width"])
+
+
 def random_costs(seed, layers=4):
     draw = random.Random(seed)
     shapes = {f"layers.{i}.up": (draw.choice([1, 4, 7]), 10) for i in range(layers)}
@@ -54,21 +64,20 @@ def random_costs(seed, layers=4):
         | {UNQUANTIZED: (160.0 * rows, 0.0)}
         for name, (rows, _) in shapes.items()
     }
-    return Costs(shapes=shapes, options=options, others=(30, 480.0), outside=8.0 * 2**30)
+    return Costs(shapes=shapes, table=table_of(options), others=(30, 480.0), outside=8.0 * 2**30)
 
 
 @pytest.mark.parametrize(("seed", "room"), list(itertools.product(range(6), (0.1, 0.6, 3.0))))
 def test_the_choice_is_the_cheapest_of_all_that_fit(seed, room):
     costs = random_costs(seed)
-    budget = costs.bits_per_weight(dict.fromkeys(costs.shapes, "rtn-2bit")) + room
-    every = (
-        dict(zip(costs.shapes, choice, strict=True))
-        for choice in itertools.product(costs.options["layers.0.up"], repeat=len(costs.shapes))
-    )
-    best = min(costs.sum_of(each) for each in every if costs.bits_per_weight(each) <= budget)
-    chosen = solve(costs, budget)
-    assert costs.bits_per_weight(chosen) <= budget
-    assert costs.sum_of(chosen) == pytest.approx(best, rel=1e-6)
+    budget = costs.of(dict.fromkeys(costs.shapes, "rtn-2bit"))[0] + room
+    layers = [rows[["bits", "kl"]].to_numpy() for _, rows in costs.table.groupby(level="layer")]
+    every = (np.sum(rows, 0) for rows in itertools.product(*layers))
+    room = budget * costs.numbers - costs.others[1]
+    best = min(total for bits, total in every if bits <= room)
+    bits, total = costs.of(solve(costs, budget))
+    assert bits <= budget
+    assert total == pytest.approx(best, rel=1e-6)
     assert costs.from_gib(costs.gib(budget)) == pytest.approx(budget)
 
 
@@ -91,7 +100,7 @@ def test_methods_stand_for_their_widths_and_groups_may_be_as_small_as_a_budget_a
     assert expand(["hqq", "gptq-4bit:group_size=32"]) == [
         "hqq-2bit", "hqq-3bit", "hqq-4bit", "hqq-8bit", "gptq-4bit:group_size=32",
     ]  # fmt: skip
-    sizes = Costs(shapes={"layers.0.up": (64, 128), "layers.1.up": (192, 128)}, options={})
+    sizes = Costs(shapes={"layers.0.up": (64, 128), "layers.1.up": (192, 128)})
     choices = ("rtn-2bit:group_size=64", "rtn-4bit:group_size=64", "hqq-4bit:group_size=64")
     settings = {choice: config_of(choice).weights for choice in choices}
     assert list(smaller_groups(sizes, settings, (2.3, 2.8, 5))) == [
@@ -100,28 +109,35 @@ def test_methods_stand_for_their_widths_and_groups_may_be_as_small_as_a_budget_a
     assert not smaller_groups(sizes, settings, (2.4, 4.5))
 
 
-def test_the_uniform_column_has_the_least_kl_of_those_that_fit():
+def test_a_uniform_column_may_have_another_choice_for_head_and_embeddings():
     bits = {UNQUANTIZED: 16.0, "gptq-3bit": 3.25, "rtn-3bit": 3.25, "rtn-8bit": 8.25}
     at_end = {UNQUANTIZED: 0.0, "rtn-3bit": 0.5, "rtn-8bit": 0.1}
     costs = Costs(
         shapes={"layers.0.up": (256, 64), "lm_head": (128, 64)},
-        options={"layers.0.up": {c: (256 * 64 * each, 0.0) for c, each in bits.items()},
-                 "lm_head": {c: (128 * 64 * bits[c], cost) for c, cost in at_end.items()}},
+        table=table_of({
+            "layers.0.up": {c: (256 * 64 * each, 0.0) for c, each in bits.items()},
+            "lm_head": {c: (128 * 64 * bits[c], cost) for c, cost in at_end.items()},
+        }),
         ends=["lm_head"],
     )  # fmt: skip
-    kl = {UNQUANTIZED: 0.0, "gptq-3bit": 0.3, "rtn-3bit": 0.2, "rtn-8bit": 0.01}
-    best = {budget: best_uniform(costs, kl, budget) for budget in (3, 3.25, 5, 7.5)}
-    assert best == {
-        3: None, 3.25: ("rtn-3bit", "rtn-3bit"), 5: ("rtn-3bit", "rtn-8bit"),
-        7.5: ("rtn-3bit", UNQUANTIZED),
+    kl = {"gptq-3bit": 0.3, "rtn-3bit": 0.2, "rtn-8bit": 0.01}
+    columns = uniform_columns(costs, kl)
+    assert columns["rtn-3bit-ends-rtn-8bit"] == {
+        "bits": pytest.approx((2 * 3.25 + 8.25) / 3), "kl": pytest.approx(0.3),
+        "entry": {"name": "mixed", "label": "rtn-3bit-ends-rtn-8bit",
+                  "layers": {"lm_head": "rtn-8bit", "*": "rtn-3bit"}},
     }  # fmt: skip
-    assert best_uniform(costs, kl, 8.3) == ("rtn-8bit", "rtn-8bit")
+    assert columns["gptq-3bit"] == {
+        "bits": pytest.approx((2 * 3.25 + 16) / 3), "kl": 0.3,
+        "entry": {"name": "gptq-3bit", "label": "gptq-3bit"},
+    }  # fmt: skip
+    assert len(columns) == 9
     choices = "gptq-3bit:group_size=64", "rtn-8bit:group_size=64"
-    assert uniform_column(*choices, costs.ends) == {
+    assert uniform_entry(*choices, costs.ends) == {
         "name": "mixed", "label": "gptq-3bit-g64-ends-rtn-8bit-g64",
         "layers": {"lm_head": choices[1], "*": choices[0]},
     }  # fmt: skip
-    assert uniform_column(choices[0]) == {"name": choices[0], "label": "gptq-3bit-g64"}
+    assert uniform_entry(choices[0]) == {"name": choices[0], "label": "gptq-3bit-g64"}
     assert column({"layers.0.up": "rtn-3bit", "lm_head": UNQUANTIZED}, "m", ["lm_head"]) == {
         "name": "mixed", "label": "m", "layers": {"layers.*.up": "rtn-3bit"},
     }  # fmt: skip
@@ -132,21 +148,20 @@ def model():
     return load_model(find(str(DEMO / "softpick")), dtype=torch.float32, device="cpu")
 
 
-def test_a_layer_alone_costs_what_the_whole_forward_says(model, monkeypatch):
-    monkeypatch.setattr(measure, "BATCH_TOKENS", 40)  # two batches
+def test_a_layer_alone_costs_what_the_whole_forward_says(model):
     ids = torch.randint(3, 400, (3, 20), generator=torch.Generator().manual_seed(1))
-    baseline = measure.FromBlocks(model, ids)
+    baseline, whole = (Baseline(model, ids, batch=2) for _ in range(2))
     assert baseline.skips
-    whole = Baseline(model, ids, batch=2)
+    whole.skips = False
     for block, parts in {0: ("mlp.up_proj",), 2: ("self_attn.q_proj", "mlp.down_proj")}.items():
         variants = {}
         for name in (f"model.layers.{block}.{part}" for part in parts):
             variants[name] = torch.nn.Linear(1, 1, bias=False)
             variants[name].weight = torch.nn.Parameter(1.1 * linears(model)[name].weight)
-        expected = [whole.losses(n, {n: layer})[0].mean() for n, layer in variants.items()]
-        together = baseline.kl(*({n: layer} for n, layer in variants.items()))
-        assert together == pytest.approx(expected, rel=1e-6)
-        assert min(expected) > 0
+        each = [{n: layer} for n, layer in variants.items()]
+        expected, together = whole.losses(*each), baseline.losses(*each)
+        np.testing.assert_allclose(together, expected, rtol=1e-6)
+        assert expected[:, 0].min() > 0
 
 
 @pytest.mark.parametrize("kind", ["falcon", "bloom"])
@@ -156,32 +171,37 @@ def test_blocks_may_return_attention_weights_and_take_a_mask_per_head(kind):
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    baseline = measure.FromBlocks(model, torch.randint(3, 100, (3, 12)))
+    baseline = Baseline(model, torch.randint(3, 100, (3, 12)), batch=3)
     assert baseline.skips
     names = [name for name in linears(model) if baseline.block_of(name) == 0][:3]
     variants = [{name: copy.deepcopy(linears(model)[name])} for name in names]
     for (layer,) in map(dict.values, variants):
         torch.nn.init.normal_(layer.weight)
-    expected = [baseline.losses("", each)[0].mean() for each in variants]
-    assert baseline.kl(*variants) == pytest.approx(expected, rel=1e-5)
+    together = baseline.losses(*variants)
+    baseline.skips = False
+    np.testing.assert_allclose(together, baseline.losses(*variants), rtol=1e-5)
+    baseline.skips = True
     torch.nn.init.constant_(variants[1][names[1]].weight, torch.nan)
     with pytest.raises(QbenchError, match=f"^{names[1]}: "):
-        baseline.kl(*variants)
+        baseline.losses(*variants)
 
 
 def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float32(model):
     ids = torch.randint(3, 400, (4, 60), generator=torch.Generator().manual_seed(1))
     name = "model.layers.0.mlp.down_proj"
     layer = linears(model)[name]
-    exact = measure.FromBlocks(model, ids)
-    rounded = measure.FromBlocks(copy.deepcopy(model).bfloat16(), ids)
+    exact, rounded = (
+        Baseline(each, ids, batch=4) for each in (model, copy.deepcopy(model).bfloat16())
+    )
     settings = config_of("rtn-8bit:group_size=64").weights
     module = packed.from_packed(layer, packed.quantize(name, layer, settings), settings)
-    cost, last_bits = exact.kl({name: module}, {name: measure._other_last_bits(layer)})
+    variants = {name: module}, {name: measure._other_last_bits(layer)}
+    cost, last_bits = exact.losses(*variants)[:, 0].mean(1)
     assert last_bits < 1e-3 * cost
     layer = linears(rounded.model)[name]
     module = packed.from_packed(layer, packed.quantize(name, layer, settings), settings)
-    measured, floor = rounded.kl({name: module}, {name: measure._other_last_bits(layer)})
+    variants = {name: module}, {name: measure._other_last_bits(layer)}
+    measured, floor = rounded.losses(*variants)[:, 0].mean(1)
     assert measured > 3 * cost
     assert measured - floor < 2 * cost
 
@@ -190,17 +210,17 @@ def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float
 def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monkeypatch, capfd):
     command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn", "--bits", 3.5,
                "--peers", "rtn-4bit", "--length", 32, "--out", tmp_path)  # fmt: skip
-    calls, kl = [], measure.FromBlocks.kl
+    calls, losses = [], Baseline.losses
 
     def stops(self, *variants, **options):
         before = len(calls)
         calls.extend(map(tuple, variants))
         if before < 60 <= len(calls):
             raise MemoryError("stopped")
-        return kl(self, *variants, **options)
+        return losses(self, *variants, **options)
 
     monkeypatch.setattr(measure, "SAVE_EVERY", -1.0)
-    monkeypatch.setattr(measure.FromBlocks, "kl", stops)
+    monkeypatch.setattr(Baseline, "losses", stops)
     with pytest.raises(MemoryError):
         qbench(*command)
     assert qbench(*command) == 0
@@ -212,6 +232,8 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     (mix,) = results["mixes"]
     assert mix["bits"] <= 3.5
     assert mix["kl"] == pytest.approx(mix["sum"], rel=1)
+    fitting = {each["kl"]: each["label"] for each in results["uniform"] if each["bits"] <= 3.5}
+    assert mix["best_uniform"] == fitting[min(fitting)]
     layers = {n: choice for n, (choice, _) in mix["layers"].items()}
     (certificate,) = results["certificates"]
     assert certificate["other"] == mix["best_uniform"]

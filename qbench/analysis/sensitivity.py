@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from qbench.analysis.hidden import decoder_layers
@@ -18,8 +20,10 @@ from qbench.evaluation.degradation import ratio
 from qbench.evaluation.scoring.hidden_states import LMHead, decoder_and_head
 from qbench.metrics import perplexity
 from qbench.records import UnitSensitivity
+from qbench.streaming import decoder_blocks, is_sharded, stream_of
 
-ROWS = 2048  # of logits at once
+AT_ONCE = 8  # variants of a block
+LOGITS = 2**26  # computed at once
 NOT_FINITE = (
     "if quantized, the model's logits are NaN or infinite; name these layers in ignore, or leave "
     "the quantizer out"
@@ -59,13 +63,24 @@ def units(
 
 class Baseline:
     """The unquantized model's next-token distributions on texts ``ids`` [N, T] int64, kept as the
-    inputs of its LM head: exact over the whole vocabulary, and small."""
+    inputs of its LM head: exact over the whole vocabulary, and small. The inputs of its decoder
+    blocks are kept too: if one block changes, only this one and those after it are computed."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, *, batch: int) -> None:
         self.model, self.ids, self.batch = model, ids, batch
         self.decoder, self.head = decoder_and_head(model)
+        self.root, self.blocks = decoder_blocks(model)
+        self._inputs: list[list[Tensor]] = []  # by batch and block, [B, T, H]
+        # False: blocks do not lie on one device, or read more than the output of the block before
+        self.skips = stream_of(model) is None and not is_sharded(model)
         with torch.inference_mode():
-            self.rows = [self._hidden(tokens) for tokens in self._batches()]
+            self.rows = [self._recorded(tokens) for tokens in self._batches()]
+            inputs = [*zip(self._inputs, self._batches(), strict=False)]
+            last = len(self.blocks) - 1
+            self.skips = self.skips and all(
+                torch.equal(rows, self._from_block(last, *each, [{}]))
+                for rows, each in zip(self.rows, inputs, strict=True)
+            )
             losses = [
                 functional.cross_entropy(self.head(row).float(), targets, reduction="none")
                 for rows, tokens in zip(self.rows, self._batches(), strict=True)
@@ -77,25 +92,43 @@ class Baseline:
         """Return what the model loses if the modules of ``unit`` are taken from ``quantized``; the
         model is restored. Raises EvaluationError if the changed model's logits are not numbers."""
         modules = {name: quantized.get_submodule(name) for name in unit.modules}
-        kl, change = (ratio(each, np.ones(len(each))) for each in self.losses(unit.name, modules))
+        kl, change = (ratio(each, np.ones(len(each))) for each in self.losses(modules)[0])
         return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=change)
 
+    def block_of(self, name: str) -> int | None:
+        """Return the number of the decoder block with the module ``name``; None if it is in none,
+        or if no block can be skipped."""
+        place, inside, _ = name.removeprefix(f"{self.root}.").partition(".")
+        return int(place) if self.skips and inside and place.isdigit() else None
+
     @torch.inference_mode()
-    def losses(self, name: str, modules: Mapping[str, nn.Module]) -> np.ndarray:
-        """Return the KL divergence and the rise of the loss of each text, float64 [2, N] in nats
-        per token, with ``modules`` in the model's places. Raises EvaluationError, whose message
-        begins with ``name``, if the changed model's logits are not numbers."""
-        texts = []
-        with exchanged(self.model, modules):
-            head = LMHead(self.model, plain=self.head.plain)  # may be one of ``modules``
-            for rows, tokens in zip(self.rows, self._batches(), strict=True):
-                for parts_of_text in zip(rows, self._hidden(tokens), tokens[:, 1:], strict=True):
-                    parts = zip(*(values.split(ROWS) for values in parts_of_text), strict=True)
-                    differences = torch.cat([self._compare(head, *part) for part in parts], 1)
-                    texts.append(differences.double().mean(1))
-        values = torch.stack(texts, 1).cpu().numpy()
-        if not np.isfinite(values[0]).all():
-            raise EvaluationError(f"{name}: {NOT_FINITE}")
+    def losses(self, *variants: Mapping[str, nn.Module], choice: str = "") -> np.ndarray:
+        """Return the KL divergence and the rise of the loss of each text, float64 [V, 2, N] in nats
+        per token, with each of V ``variants``, modules by name, in the model's places. If all lie
+        in one block they run as one batch from it on, else each by a pass through the model. Raises
+        EvaluationError, which names the quantizer ``choice``, if the logits are not numbers."""
+        blocks = {self.block_of(name) for modules in variants for name in modules}
+        index = blocks.pop() if len(blocks) == 1 else None
+        most = 1 if index is None else AT_ONCE
+        if len(variants) > most:
+            parts = variants[:most], variants[most:]
+            return np.concatenate([self.losses(*part, choice=choice) for part in parts])
+        with exchanged(self.model, variants[0] if index is None else {}):
+            head = LMHead(self.model, plain=self.head.plain)  # may be one of the modules
+            texts = []
+            for number, tokens in enumerate(self._batches()):
+                if index is None:
+                    hidden = self._hidden(tokens)
+                else:
+                    inputs = self._inputs[number]
+                    hidden = self._from_block(index, inputs, tokens, variants)
+                after = hidden.chunk(len(variants))
+                texts.append(self._compare(head, self.rows[number], after, tokens[:, 1:]))
+        values = torch.cat(texts, -1).cpu().numpy()
+        for modules, (kl, _) in zip(variants, values, strict=True):
+            if not np.isfinite(kl).all():
+                names = ", ".join([*modules][:3]) + (choice and f" by {choice}")
+                raise EvaluationError(f"{names}: {NOT_FINITE}")
         return values
 
     def _batches(self) -> Iterator[Tensor]:
@@ -106,15 +139,72 @@ class Baseline:
         """Return the LM head's input [B, T − 1, H] at positions whose next token is known."""
         return self.decoder(input_ids=tokens, use_cache=False)[0][:, :-1]
 
-    def _compare(self, head: LMHead, old: Tensor, new: Tensor, targets: Tensor) -> Tensor:
-        """Return Σ p ln(p/q) and the rise of the loss at R positions, [2, R]. ``old``, ``new``: the
-        LM head's inputs [R, H]; ``head``: the changed model's."""
-        products = (self.head.linear(old), head.linear(new))
-        log_p, log_q = (functional.log_softmax(head.finish(x).float(), -1) for x in products)
-        difference = log_p - log_q
-        # Rounding alone can bring it below 0.
-        kl = (log_p.exp() * difference).sum(-1).clamp(min=0)
-        return torch.stack([kl, difference.gather(-1, targets[:, None])[:, 0]])
+    def _recorded(self, tokens: Tensor) -> Tensor:
+        """Return the LM head's input as ``_hidden`` does, and keep those of the blocks."""
+        inputs: list[Tensor] = []
+
+        def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            inputs.append(args[0] if args else kwargs["hidden_states"])
+
+        blocks = self.blocks if self.skips else ()
+        handles = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in blocks]
+        try:
+            return self._hidden(tokens)
+        finally:
+            self._inputs.append(inputs)
+            for handle in handles:
+                handle.remove()
+
+    def _from_block(
+        self, index: int, inputs: Sequence[Tensor], tokens: Tensor, variants: Sequence[Mapping]
+    ) -> Tensor:
+        """Return the LM head's input [V · B, T − 1, H] with each of the V ``variants``, from the
+        blocks' ``inputs``, each [B, T, H]. Only block ``index`` has changed modules."""
+        block, rows, hidden = self.blocks[index], len(variants) * len(tokens), inputs[index]
+        forward = block.forward
+
+        def once(x: Tensor) -> Tensor:  # a mask of all rows, or of their heads: they are copies
+            of_rows = x.ndim > 0 and x.shape[0] % rows == 0
+            return x[: x.shape[0] // len(variants)] if of_rows else x
+
+        def each(*args: Any, **kwargs: Any) -> Any:
+            first = (hidden, *args[1:]) if args else ()
+            named = kwargs if args else {**kwargs, "hidden_states": hidden}
+            first, named = tree_map_only(Tensor, once, (first, named))
+            outputs = []
+            for modules in variants:
+                with exchanged(self.model, modules):
+                    outputs.append(forward(*first, **named))
+            if isinstance(outputs[0], tuple):  # with attention weights, which are not read
+                return torch.cat([output[0] for output in outputs]), *outputs[0][1:]
+            return torch.cat(outputs)
+
+        try:
+            for skipped in self.blocks[:index]:
+                skipped.forward = lambda *_, **__: hidden
+            block.forward = each
+            return self._hidden(tokens.repeat(len(variants), 1))
+        finally:
+            for changed in self.blocks[: index + 1]:
+                vars(changed).pop("forward", None)
+
+    def _compare(
+        self, head: LMHead, old: Tensor, variants: Sequence[Tensor], targets: Tensor
+    ) -> Tensor:
+        """Return Σ p ln(p/q) and the rise of the loss per variant and text, [V, 2, B]. ``old``,
+        ``variants``: the LM head's inputs [B, T − 1, H]; ``head``: the changed model's."""
+        rows, differences = max(1, LOGITS // self.head.linear.weight.shape[0]), []
+        pieces = (tensor.flatten(0, 1).split(rows) for tensor in (targets, old, *variants))
+        for expected, before, *after in zip(*pieces, strict=True):
+            log_p = functional.log_softmax(self.head(before).float(), -1)
+            p, parts = log_p.exp(), []
+            for x in after:
+                difference = log_p - functional.log_softmax(head(x).float(), -1)
+                # Rounding alone can bring it below 0.
+                kl = (p * difference).sum(-1).clamp(min=0)
+                parts.append(torch.stack([kl, difference.gather(-1, expected[:, None])[:, 0]]))
+            differences.append(torch.stack(parts))
+        return torch.cat(differences, -1).unflatten(-1, targets.shape).double().mean(-1)
 
 
 @contextmanager

@@ -15,9 +15,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
@@ -34,13 +36,14 @@ SMALLER_GROUPS = (16, 32, 64)  # that a budget may have room for
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Holds what each choice costs. ``options``: by layer and choice, the bits that are stored of
-    the layer's matrix, and the KL above the ``floor``, the KL of other last bits; ``shapes``: [out,
-    in] by layer; ``ends``: which layers are LM head and embeddings; ``others``: numbers and bits of
-    matrices that no choice quantizes; ``outside``: bits of all other weights."""
+    """Holds what each choice costs. ``table``: by layer and choice, the ``bits`` that are stored of
+    the layer's matrix, per weight the ``width``, and the ``kl`` above the ``floor``, the KL of
+    other last bits; ``shapes``: [out, in] by layer; ``ends``: which layers are LM head and
+    embeddings; ``others``: numbers and bits of matrices that no choice quantizes; ``outside``: bits
+    of all other weights."""
 
     shapes: Shapes
-    options: Mapping[str, Mapping[str, tuple[float, float]]]
+    table: pd.DataFrame = field(default_factory=pd.DataFrame)
     ends: Sequence[str] = ()
     floor: Mapping[str, float] = field(default_factory=dict)
     others: tuple[int, float] = (0, 0.0)
@@ -51,22 +54,10 @@ class Costs:
         """Return the number of weights that bits per weight are an average over."""
         return sum(map(math.prod, self.shapes.values())) + self.others[0]
 
-    def bits_per_weight(self, chosen: Mapping[str, str]) -> float:
-        """Return the bits per weight of a choice for each layer."""
-        stored = sum(self.options[layer][choice][0] for layer, choice in chosen.items())
-        return (stored + self.others[1]) / self.numbers
-
-    def sum_of(self, chosen: Mapping[str, str]) -> float:
-        """Return the sum of the costs of a choice for each layer."""
-        return sum(self.options[layer][choice][1] for layer, choice in chosen.items())
-
-    def width(self, layer: str, choice: str) -> float:
-        """Return the bits per weight of one layer's matrix."""
-        return self.options[layer][choice][0] / math.prod(self.shapes[layer])
-
-    def uniform(self, choice: str, end: str) -> dict[str, str]:
-        """Return the ``choice`` for each layer, but ``end`` for LM head and embeddings."""
-        return {name: end if name in self.ends else choice for name in self.shapes}
+    def of(self, chosen: Mapping[str, str]) -> tuple[float, float]:
+        """Return the bits per weight, and the sum of costs, of a choice for each layer."""
+        bits, kl = self.table.loc[[*chosen.items()], ["bits", "kl"]].sum()
+        return (bits + self.others[1]) / self.numbers, kl
 
     def from_gib(self, gib: float) -> float:
         """Return the bits per weight that are left if all weights may take ``gib``."""
@@ -138,20 +129,20 @@ def smaller_groups(
     budget on these, so the mix may too."""
     inside = [shape for name, shape in sizes.shapes.items() if name not in sizes.ends]
     numbers = sum(map(math.prod, inside)) + sizes.others[0]
+    candidates = []
+    for choice, chosen in settings.items():
+        size = getattr(chosen, "group_size", None) or 0
+        for group in (size, *(g for g in SMALLER_GROUPS if g < size and size % g == 0)):
+            each = replace(chosen, group_size=group) if size else chosen
+            total_bits = sum(_stated_bits(each, shape) for shape in inside) + sizes.others[1]
+            name = choice.replace(f"group_size={size}", f"group_size={group}")
+            wide = each.num_bits, total_bits / numbers, name
+            candidates.append((wide, (type(each), choice.partition(":")[2]), each))
+    candidates.sort(key=itemgetter(0))
     further = {}
     for budget in budgets:
-        widest: dict[tuple[Any, str], tuple[Any, ...]] = {}
-        for choice, chosen in settings.items():
-            family = type(chosen), choice.partition(":")[2]
-            size = getattr(chosen, "group_size", None) or 0
-            for group in (size, *(g for g in SMALLER_GROUPS if g < size and size % g == 0)):
-                each = replace(chosen, group_size=group) if size else chosen
-                total_bits = sum(_stated_bits(each, shape) for shape in inside) + sizes.others[1]
-                name = choice.replace(f"group_size={size}", f"group_size={group}")
-                wide = each.num_bits, total_bits, name, each
-                if total_bits / numbers <= budget:
-                    widest[family] = max(widest.get(family, wide), wide)
-        further |= {name: each for *_, name, each in widest.values()}
+        widest = {family: (wide[2], each) for wide, family, each in candidates if wide[1] <= budget}
+        further |= dict(widest.values())
     return {name: each for name, each in further.items() if name not in settings}
 
 
@@ -159,16 +150,15 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
     """Return the choice per layer with the smallest sum of costs among those within
     ``bits_per_weight``: a multiple-choice knapsack, solved exactly. Raises RecipeError if no choice
     fits."""
-    rows = {name: row for row, name in enumerate(costs.options)}
-    items = [(name, choice) for name in rows for choice in costs.options[name]]
-    bits, kl = np.array([costs.options[name][choice] for name, choice in items]).T
-    once = csr_array((np.ones(len(items)), ([rows[name] for name, _ in items], range(len(items)))))
+    layers, _ = pd.factorize(costs.table.index.get_level_values("layer"))
+    bits, kl = costs.table[["bits", "kl"]].to_numpy().T
+    once = csr_array((np.ones(len(kl)), (layers, range(len(kl)))))
     room = bits_per_weight - costs.others[1] / costs.numbers
     result = milp(
         kl * 1e6 / max(kl.max(), 1e-30),  # its tolerances are absolute
         constraints=[LinearConstraint(once, 1, 1),
                      LinearConstraint(bits[None] / costs.numbers, ub=room)],
-        integrality=np.ones(len(items)), bounds=Bounds(0, 1),
+        integrality=np.ones(len(kl)), bounds=Bounds(0, 1),
         options={"mip_rel_gap": 1e-7, "time_limit": 120},
     )  # fmt: skip
     if result.x is None:
@@ -176,25 +166,25 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
             f"--bits {bits_per_weight:.4g}: the solver found no choice ({result.message}); "
             "give more bits or fewer methods"
         )
-    return {name: choice for (name, choice), x in zip(items, result.x, strict=True) if x > 0.5}
+    return dict(costs.table.index[result.x > 0.5])
 
 
-def best_uniform(
-    costs: Costs, kl: Mapping[str, float], bits_per_weight: float
-) -> tuple[str, str] | None:
-    """Return the choice of all layers, and that of LM head and embeddings, with the least KL
-    divergence of those within ``bits_per_weight``; None if none is. ``kl``: by choice, with all
-    layers quantized but these two, whose costs are added."""
-    at_ends = costs.options[costs.ends[0]] if costs.ends else (UNQUANTIZED,)
-    fitting = [
-        (kl[choice] + costs.sum_of(dict.fromkeys(costs.ends, end)), choice, end)
-        for choice, end in itertools.product(kl.keys() - {UNQUANTIZED}, at_ends)
-        if costs.bits_per_weight(costs.uniform(choice, end)) <= bits_per_weight
-    ]
-    return min(fitting)[1:] if fitting else None
+def uniform_columns(costs: Costs, kl: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """Return by label the ``bits``, ``kl`` and recipe's ``entry`` of the columns that give all
+    layers one choice, and LM head and embeddings, if they are layers with choices, each of theirs.
+    ``kl``: by choice, with all layers quantized but these two, whose costs are added."""
+    columns = {}
+    at_ends = costs.table.loc[costs.ends[0]].index if costs.ends else (UNQUANTIZED,)
+    for choice, end in itertools.product(kl, at_ends):
+        ends = dict.fromkeys(costs.ends, end)
+        bits, _ = costs.of(dict.fromkeys(costs.shapes, choice) | ends)
+        entry = uniform_entry(choice, end, costs.ends)
+        total = kl[choice] + costs.of(ends)[1]
+        columns[entry["label"]] = {"bits": bits, "kl": total, "entry": entry}
+    return columns
 
 
-def uniform_column(choice: str, end: str = UNQUANTIZED, ends: Sequence[str] = ()) -> dict[str, Any]:
+def uniform_entry(choice: str, end: str = UNQUANTIZED, ends: Sequence[str] = ()) -> dict[str, Any]:
     """Return the recipe's entry of a column that gives all layers ``choice``, and ``ends``, the LM
     head and embeddings, the choice ``end``."""
     label, of_ends = (label_of(each).replace("group_size-", "g") for each in (choice, end))
@@ -236,16 +226,15 @@ def patterns(chosen: Mapping[str, str]) -> list[tuple[str, str]]:
 def asking(costs: Costs, chosen: Mapping[str, str]) -> str:
     """Return a sentence that says which projections and layers of the mix ``chosen``, a choice by
     layer, have the most bits."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in chosen:
-        for key in re.findall(r"^\D*(\d+)|([^.]+)$", name):
-            groups["".join(key)].append(name)
-    means = {
-        key: sum(costs.options[name][chosen[name]][0] for name in names)
-        / sum(math.prod(costs.shapes[name]) for name in names)
-        for key, names in groups.items()
-    }
-    ranked = sorted(means, key=means.__getitem__, reverse=True)
-    projections = [f"{key} {means[key]:.2f}" for key in ranked if not key.isdigit()]
-    layers = [f"{key} ({means[key]:.2f})" for key in ranked if key.isdigit()]
-    return f"bits per weight: {', '.join(projections)}; most in layers {', '.join(layers[:3])}"
+    table = costs.table.loc[[*chosen.items()]].reset_index()
+    table["numbers"] = table["bits"] / table["width"]
+
+    def means(pattern: str, form: str) -> list[str]:
+        groups = table["layer"].str.extract(pattern, expand=False)
+        sums = table.groupby(groups, sort=False)[["bits", "numbers"]].sum()
+        ranked = (sums["bits"] / sums["numbers"]).sort_values(ascending=False, kind="stable")
+        return [form.format(*each) for each in ranked.items()]
+
+    layers = means(r"^\D*(\d+)", "{} ({:.2f})")[:3]
+    projections = ", ".join(means(r"([^.]+)$", "{} {:.2f}"))
+    return f"bits per weight: {projections}; most in layers {', '.join(layers)}"

@@ -6,27 +6,26 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from qbench.analysis.analyze_run import MODEL_PARTS
-from qbench.analysis.sensitivity import NOT_FINITE, Baseline, exchanged
+from qbench.analysis.sensitivity import Baseline
 from qbench.budget.choose import UNQUANTIZED, Costs
 from qbench.cell import as_measured, calibration_of, load, quantized_model
 from qbench.checkpoints.tokenizer import load_tokenizer
-from qbench.errors import EvaluationError, UnavailableError
+from qbench.errors import UnavailableError
 from qbench.files import content_key, digest_of, write_atomically
 from qbench.machine import free
 from qbench.plan import Cell, Plan
@@ -35,12 +34,11 @@ from qbench.quantizers import linear
 from qbench.quantizers.quantize import apply, make, unpack
 from qbench.quantizers.texts import CalibrationText
 from qbench.records import KEY_DIGITS
-from qbench.streaming import decoder_blocks, is_sharded, stream_of
+from qbench.streaming import is_sharded, stream_of
 
+Modules = dict[str, tuple[nn.Module, float]]  # by layer: a quantized module, and its stored bits
 SAVE_EVERY = 20.0  # seconds between two writes of unfinished costs
 BATCH_TOKENS = 8192  # read at once
-AT_ONCE = 8  # variants of a block
-LOGITS = 2**26  # computed at once
 
 
 class Search:
@@ -69,11 +67,11 @@ class Search:
             )
         linear.linearize(model)
         text = calibration_of(replace(self.base, calibration=source), self.tokenizer)
-        self.baseline = FromBlocks(model, text.ids[-windows:, :length])
-        read = [getattr(source, name) for name in ("digest", "samples", "length", "seed", "bos")]
+        batch = max(1, BATCH_TOKENS // length)
+        self.baseline = Baseline(model, text.ids[-windows:, :length], batch=batch)
         code = digest_of([Path(__file__).parent, Path(__file__).parents[1] / "analysis"])
-        self.key = {"text": read, "cut": [windows, length], "include": sorted(include),
-                    "search": code}  # fmt: skip
+        self.key = {"text": astuple(source)[1:], "cut": [windows, length],
+                    "include": sorted(include), "search": code}  # fmt: skip
         head = model.get_output_embeddings()
         at_ends = {
             name: layer
@@ -86,7 +84,6 @@ class Search:
         others = [m.weight for n, m in linear.matrices(model).items() if n not in self.layers]
         self.sizes = Costs(
             shapes={name: tuple(layer.weight.shape) for name, layer in self.layers.items()},
-            options={},
             ends=list(at_ends),
             others=(sum(weight.numel() for weight in others), bits_of(others)),
             outside=bits_of(model.parameters()) - bits_of([*weights, *others]),
@@ -102,20 +99,25 @@ class Search:
         their last bit, is taken off each cost.
         """
         cells = {UNQUANTIZED: self.base, **cells}
-        self._stage(f"costs of {len(self.layers)} layers × {len(cells)} choices", len(cells))
-        measured = {choice: self._costs_of(cell, number, len(cells))
-                    for number, (choice, cell) in enumerate(cells.items())}  # fmt: skip
+        of = len(cells)
+        self._stage(f"costs of {len(self.layers)} layers × {of} choices", of)
+        measured = {
+            choice: self._costs_of(cell, lambda share, done=done: self._advance(done + share, of))
+            for done, (choice, cell) in enumerate(cells.items())
+        }
         floor = {name: kl for name, (_, kl) in measured[UNQUANTIZED]["layers"].items()}
-        options: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in self.layers}
-        for choice, values in measured.items():
-            for name, (bits, kl) in values["layers"].items():
-                options[name][choice] = bits, max(0.0, kl - floor[name])
+        table = pd.DataFrame(
+            [(name, choice, bits, bits / layer.weight.numel(), max(0.0, kl - floor[name]))
+             for name, layer in self.layers.items() for choice, values in measured.items()
+             if name in values["layers"] for bits, kl in [values["layers"][name]]],
+            columns=["layer", "choice", "bits", "width", "kl"],
+        ).set_index(["layer", "choice"])  # fmt: skip
         kl = {choice: values["kl"] for choice, values in measured.items()}
-        return replace(self.sizes, options=options, floor=floor), kl
+        return replace(self.sizes, table=table, floor=floor), kl
 
-    def _costs_of(self, cell: Cell, number: int, total: int) -> dict[str, Any]:
+    def _costs_of(self, cell: Cell, advance: Callable[[float], None]) -> dict[str, Any]:
         """Return the ``layers`` of the uniform column ``cell``, each with its bits and its KL
-        alone, and the ``kl`` of all. It is ``number`` of ``total``, for the progress."""
+        alone, and the ``kl`` of all. ``advance`` is called with the share that is done."""
         path, kept = self._kept("costs", cell)
         self.reused |= bool(kept)
         if "kl" in kept:
@@ -125,39 +127,28 @@ class Search:
                        for name, layer in self.layers.items()}  # fmt: skip
         else:
             calibration = calibration_of(cell, self.tokenizer)
-            advance = lambda done, of: self._advance(number + done / of / 2, total)  # noqa: E731
             quantized = copy.deepcopy(self.model)
             with torch.no_grad():
-                tensors, _ = make(quantized, cell.quantization, calibration, advance)
+                tensors, _ = make(
+                    quantized, cell.quantization, calibration,
+                    lambda done, total: advance(done / total / 2),
+                )  # fmt: skip
             modules = self._modules(apply(quantized, cell.quantization, tensors), cell)
             del quantized
         layers, saved = kept.setdefault("layers", {}), time.monotonic()
         for _, names in itertools.groupby(modules, self.baseline.block_of):
-            missing = [name for name in names if name not in layers]
-            places = (linear.in_place(self.model, name, modules[name][0]) for name in missing)
-            costs = self.baseline.kl(*places, choice=cell.label)
-            for name, kl in zip(missing, costs, strict=True):
-                layers[name] = modules[name][1], kl
-            self._advance(number + (1 + len(layers) / len(modules)) / 2, total)
+            missing = {name: modules[name] for name in names if name not in layers}
+            places = [linear.in_place(self.model, name, m) for name, (m, _) in missing.items()]
+            costs = self._kl(cell, *places)
+            for (name, (_, bits)), kl in zip(missing.items(), costs, strict=True):
+                layers[name] = bits, kl
+            advance((1 + len(layers) / len(modules)) / 2)
             if time.monotonic() - saved >= SAVE_EVERY:
                 write_atomically(path, json.dumps(kept).encode())
                 saved = time.monotonic()
-        inside = {name: m for name, (m, _) in modules.items() if name not in self.sizes.ends}
-        (kept["kl"],) = self.baseline.kl(inside, choice=cell.label)
+        kept["kl"] = self._kl_of_all(cell, modules.keys() - self.sizes.ends, modules)
         write_atomically(path, json.dumps(kept).encode())
         return kept
-
-    def _modules(
-        self, quantized: PreTrainedModel, cell: Cell
-    ) -> dict[str, tuple[nn.Module, float]]:
-        """Return the quantized modules by layer's name, with the bits that are stored of each."""
-        weights, modules = cell.quantization.weights, {}
-        model = self.model
-        for name in linear.linears(model, weights.ignore) | linear.named_ends(model, weights):
-            module, settings = linear.layer_of(quantized, name), weights.for_layer(name)
-            stored = unpack(quantized, name, settings).tensors
-            modules[name] = module, bits_of(stored.values())
-        return modules
 
     def whole(self, cell: Cell) -> float:
         """Return the KL divergence, nats per token on the text, of a whole quantized model. Its
@@ -169,12 +160,29 @@ class Search:
             quantized, _ = quantized_model(
                 cell, copy.deepcopy(self.model), self.tokenizer, self.cache, self._advance
             )
-            places: dict[str, nn.Module] = {}
-            for name, (module, _) in self._modules(quantized, cell).items():
-                places |= linear.in_place(self.model, name, module)
-            (kept["kl"],) = self.baseline.kl(places, choice=cell.label)
+            modules = self._modules(quantized, cell)
+            kept["kl"] = self._kl_of_all(cell, modules, modules)
             write_atomically(path, json.dumps(kept).encode())
         return kept["kl"]
+
+    def _modules(self, quantized: PreTrainedModel, cell: Cell) -> Modules:
+        """Return the quantized modules by layer's name, with the bits that are stored of each."""
+        weights, modules = cell.quantization.weights, {}
+        layers = linear.linears(self.model, weights.ignore) | linear.named_ends(self.model, weights)
+        for name in layers:
+            stored = unpack(quantized, name, weights.for_layer(name)).tensors
+            modules[name] = linear.layer_of(quantized, name), bits_of(stored.values())
+        return modules
+
+    def _kl_of_all(self, cell: Cell, names: Iterable[str], modules: Modules) -> float:
+        """Return the KL divergence with the layers ``names`` replaced by ``modules``."""
+        places = [linear.in_place(self.model, name, modules[name][0]) for name in names]
+        return self._kl(cell, dict(ChainMap(*places)))[0]
+
+    def _kl(self, cell: Cell, *variants: Mapping[str, nn.Module]) -> list[float]:
+        """Return the KL divergence, nats per token, with each of ``variants``, modules of the
+        quantized ``cell`` by name, in the model."""
+        return self.baseline.losses(*variants, choice=cell.label)[:, 0].mean(1).tolist()
 
     def _kept(self, kind: str, cell: Cell) -> tuple[Path, dict[str, Any]]:
         """Return the file of the cache for the numbers ``kind`` of ``cell``, and those in it."""
@@ -184,112 +192,6 @@ class Search:
         with suppress(OSError, ValueError, TypeError):
             return path, dict(json.loads(path.read_bytes()))
         return path, {}
-
-
-class FromBlocks(Baseline):
-    """Holds the unquantized model's predictions on texts ``ids`` [N, T], and the inputs of its
-    decoder blocks: of a changed model only the changed block and those after it are computed."""
-
-    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
-        self.root, self.blocks = decoder_blocks(model)
-        super().__init__(model, ids, batch=max(1, BATCH_TOKENS // ids.shape[1]))
-        self._inputs: list[list[Tensor]] = []  # by batch and block, [B, T, H]
-        handles = [block.register_forward_pre_hook(self._keep, with_kwargs=True)
-                   for block in self.blocks]  # fmt: skip
-        with torch.inference_mode():
-            for tokens in self._batches():
-                self._inputs.append([])
-                self._hidden(tokens)
-            for handle in handles:
-                handle.remove()
-            last = len(self.blocks) - 1
-            self.skips = all(  # False: blocks read more than the output of the block before
-                torch.equal(row, self._from_block(last, inputs[last], tokens, [{}]))
-                for row, inputs, tokens in zip(
-                    self.rows, self._inputs, self._batches(), strict=True
-                )
-            )
-
-    def _keep(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._inputs[-1].append(args[0] if args else kwargs["hidden_states"])
-
-    def block_of(self, name: str) -> int | None:
-        """Return the number of the decoder block with the module ``name``; None if it is in none,
-        or if no block can be skipped."""
-        place = name.removeprefix(f"{self.root}.").partition(".")[0]
-        return int(place) if self.skips and place.isdigit() else None
-
-    @torch.inference_mode()
-    def kl(self, *variants: Mapping[str, nn.Module], choice: str = "") -> list[float]:
-        """Return the KL divergence, nats per token, with each of ``variants``, modules by name, in
-        the places of the model's. If all lie in one block they run as one batch from it on, else
-        each by a pass through the model. Raises EvaluationError, which names the quantizer
-        ``choice``, if the logits are not numbers."""
-        labels = [
-            ", ".join(list(modules)[:3]) + (choice and f" by {choice}") for modules in variants
-        ]
-        blocks = {self.block_of(name) for modules in variants for name in modules}
-        if len(blocks) != 1 or None in blocks:
-            losses = [self.losses(*each) for each in zip(labels, variants, strict=True)]
-            return [float(each[0].mean()) for each in losses]
-        if len(variants) > AT_ONCE:
-            rest = self.kl(*variants[AT_ONCE:], choice=choice)
-            return self.kl(*variants[:AT_ONCE], choice=choice) + rest
-        (index,), divergences = blocks, []
-        for rows, inputs, tokens in zip(self.rows, self._inputs, self._batches(), strict=True):
-            hidden = self._from_block(index, inputs[index], tokens, variants)
-            divergences.append(self._compared(rows, hidden.chunk(len(variants))))
-        means = torch.cat(divergences, 1).mean(1).tolist()
-        for label, mean in zip(labels, means, strict=True):
-            if not math.isfinite(mean):
-                raise EvaluationError(f"{label}: {NOT_FINITE}")
-        return means
-
-    def _from_block(
-        self, index: int, hidden: Tensor, tokens: Tensor, variants: Sequence[Mapping]
-    ) -> Tensor:
-        """Return the LM head's input [V · B, T − 1, H] with each of the V ``variants``, from the
-        input ``hidden`` [B, T, H] of block ``index``."""
-        block, rows = self.blocks[index], len(variants) * len(tokens)
-        forward = block.forward
-
-        def once(x: Tensor) -> Tensor:  # a mask of all rows, or of their heads: they are copies
-            of_rows = x.ndim > 0 and x.shape[0] % rows == 0
-            return x[: x.shape[0] // len(variants)] if of_rows else x
-
-        def each(*args: Any, **kwargs: Any) -> Any:
-            first = (hidden, *args[1:]) if args else ()
-            named = kwargs if args else {**kwargs, "hidden_states": hidden}
-            first, named = tree_map_only(Tensor, once, (first, named))
-            outputs = []
-            for modules in variants:
-                with exchanged(self.model, modules):
-                    outputs.append(forward(*first, **named))
-            if isinstance(outputs[0], tuple):  # with attention weights, which are not read
-                return torch.cat([output[0] for output in outputs]), *outputs[0][1:]
-            return torch.cat(outputs)
-
-        try:
-            for skipped in self.blocks[:index]:
-                skipped.forward = lambda *_, **__: hidden
-            block.forward = each
-            return self._hidden(tokens.repeat(len(variants), 1))
-        finally:
-            for changed in self.blocks[: index + 1]:
-                vars(changed).pop("forward", None)
-
-    def _compared(self, old: Tensor, variants: Sequence[Tensor]) -> Tensor:
-        """Return Σ p ln(p/q) per variant and position, [V, B · (T − 1)]; inputs are the LM
-        head's."""
-        rows, divergences = max(1, LOGITS // self.head.linear.weight.shape[0]), []
-        pieces = (tensor.flatten(0, 1).split(rows) for tensor in (old, *variants))
-        for before, *after in zip(*pieces, strict=True):
-            log_p = functional.log_softmax(self.head(before).float(), -1)
-            p = log_p.exp()
-            logs_q = (functional.log_softmax(self.head(x).float(), -1) for x in after)
-            parts = [(p * (log_p - log_q)).sum(-1).clamp(min=0) for log_q in logs_q]
-            divergences.append(torch.stack(parts).double())
-        return torch.cat(divergences, 1)
 
 
 def bits_of(tensors: Iterable[Tensor]) -> float:

@@ -17,7 +17,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from qbench.budget import choose
-from qbench.budget.choose import UNQUANTIZED, column, solve, uniform_column
+from qbench.budget.choose import UNQUANTIZED, column, solve, uniform_entry
 from qbench.comparison.losses import adjusted, kl_column
 from qbench.comparison.rows import bits_per_weight, gib
 from qbench.comparison.wording import interval_text
@@ -63,17 +63,17 @@ def search(
             for label, (value, unit) in budgets.items()}  # fmt: skip
     least = choose.require_budgets(sizes, settings.values(), bits.values())
     every = settings | choose.smaller_groups(sizes, settings, bits.values())
-    columns = [uniform_column(choice, choice if each.of_ends else UNQUANTIZED, ends)
+    entries = [uniform_entry(choice, choice if each.of_ends else UNQUANTIZED, ends)
                for choice, each in every.items()]  # fmt: skip
-    costs, kl = searched.costs(dict(zip(every, plan_of(columns).cells[1:], strict=True)))
+    costs, kl = searched.costs(dict(zip(every, plan_of(entries).cells[1:], strict=True)))
     mixes = {label: solve(costs, budget) for label, budget in bits.items()}
-    best = {label: choose.best_uniform(costs, kl, budget) for label, budget in bits.items()}
-    pairs = dict.fromkeys([*((choice, UNQUANTIZED) for choice in every), *best.values()])
-    uniform = {pair: uniform_column(*pair, ends) for pair in pairs if pair}
-    labels = {pair: entry["label"] for pair, entry in uniform.items()}
+    columns = choose.uniform_columns(costs, {choice: kl[choice] for choice in every})
+    best = {mix: min((name for name, each in columns.items() if each["bits"] <= budget),
+                     key=lambda name: columns[name]["kl"], default=None)
+            for mix, budget in bits.items()}  # fmt: skip
     entries = [column(chosen, label, ends) for label, chosen in mixes.items()]
-    entries += [uniform[pair] for pair in dict.fromkeys(best.values()) if pair]
-    kl = {labels[choice, UNQUANTIZED]: kl[choice] for choice in every}
+    entries += [columns[name]["entry"] for name in dict.fromkeys(best.values()) if name]
+    kl = {n: each["kl"] for n, each in columns.items() if each["entry"]["name"] in every}
     kl |= {cell.label: searched.whole(cell) for cell in plan_of(entries).cells[1:]
            if cell.label not in kl}  # fmt: skip
     text["progress"].end(checkpoint)
@@ -82,28 +82,23 @@ def search(
         "text": {name: text[name] for name in ("windows", "length", "include")},
         "seconds": None if searched.reused else round(time.monotonic() - began, 1),
         "costs": {
-            choice: {name: [round(costs.width(name, choice), 4), float(f"{options[choice][1]:.4g}")]
-                     for name, options in costs.options.items() if choice in options}
+            choice: {name: [round(width, 4), float(f"{cost:.4g}")] for name, _, width, cost in
+                     costs.table.xs(choice, level="choice").itertuples()}
             for choice in every
         },
         "floor": costs.floor,
-        "curve": [[round(costs.bits_per_weight(chosen), 4), costs.sum_of(chosen)]
-                  for chosen in (solve(costs, each) for each in CURVE if each > 1.01 * least)],
-        "uniform": [{"label": label, "bits": costs.bits_per_weight(costs.uniform(*pair)),
-                     "kl": kl[label]} for pair, label in labels.items()],
+        "curve": [costs.of(solve(costs, each)) for each in CURVE if each > 1.01 * least],
+        "uniform": [{"label": name, "bits": columns[name]["bits"], "kl": kl[name]}
+                    for name in kl if name in columns],
         "mixes": [
             {
-                "label": label,
-                "budget": bits[label],
-                "bits": costs.bits_per_weight(chosen),
-                "gib": costs.gib(costs.bits_per_weight(chosen)),
-                "kl": kl[label],
-                "sum": costs.sum_of(chosen),
-                "best_uniform": labels.get(best[label]),
+                "label": label, "budget": bits[label], "bits": size, "gib": costs.gib(size),
+                "kl": kl[label], "sum": total, "best_uniform": best[label],
                 "asks": choose.asking(costs, chosen),
-                "layers": {name: [c, costs.width(name, c)] for name, c in chosen.items()},
+                "layers": {each[0]: [each[1], costs.table["width"][each]]
+                           for each in chosen.items()},
             }
-            for label, chosen in mixes.items()
+            for label, chosen in mixes.items() for size, total in [costs.of(chosen)]
         ],
     }, entries  # fmt: skip
 
@@ -181,21 +176,20 @@ def draw(results: Mapping[str, Any]) -> Figure:
     """Return a figure of the ``results`` of :func:`search`: KL against bits per weight on its text,
     of mixes and of uniform columns; below, the bits of each layer of each mix."""
     mixes = results["mixes"]
-    figure = Figure(figsize=(7.2, 3.4 + 1.25 * len(mixes)), layout="constrained")
-    heights = [3.2, *(1.2 for _ in mixes)]
-    top, *charts = figure.subplots(len(heights), height_ratios=heights)
+    figure = Figure(figsize=(7.2, 3.9 + 1.25 * len(mixes)), layout="constrained")
+    top, *charts = figure.subplots(1 + len(mixes), height_ratios=[3.2, *[1.2] * len(mixes)])
     sizes = {each["label"]: (each["bits"], each["kl"]) for each in results["uniform"]}
-    best = [sizes[mix["best_uniform"]] for mix in mixes if mix["best_uniform"]]
-    lines = [
-        ("mix: sum of the layers’ costs", "-", "0.6", results["curve"]),
-        ("best uniform column", "--", "0.6", best),
-        ("mix: measured", "o-", "black", [(mix["bits"], mix["kl"]) for mix in mixes]),
-    ]
+    lines = {
+        "mix: sum of the layers’ costs": ("-", "0.6", results["curve"]),
+        "best uniform column": ("--", "0.6", [sizes[mix["best_uniform"]] for mix in mixes
+                                              if mix["best_uniform"]]),
+        "mix: measured": ("o-", "black", [(mix["bits"], mix["kl"]) for mix in mixes]),
+    }  # fmt: skip
     families = dict.fromkeys(label.partition("-")[0] for label in sizes)
     for family, marker, colour in zip(families, MARKERS[1:], COLOURS, strict=False):
         points = [point for label, point in sizes.items() if label.startswith(f"{family}-")]
-        lines.append((family, marker, colour, points))
-    for label, style, colour, points in lines:
+        lines[family] = marker, colour, points
+    for label, (style, colour, points) in lines.items():
         x, y = np.reshape([p for p in sorted(points) if p[1] > 0], (-1, 2)).T
         top.plot(x, y, style, color=colour, label=label)
     top.set(xlabel="bits per weight", ylabel="KL (nats per token)", yscale="log")
@@ -205,16 +199,14 @@ def draw(results: Mapping[str, Any]) -> Figure:
     for axes, mix in zip(charts, mixes, strict=True):
         widths = {name: bits for name, (_, bits) in mix["layers"].items()}
         rows = {n.rpartition(".")[2]: names for n, names in alike(widths).items() if "*" in n}
-        grid = pd.DataFrame.from_dict(
-            {row: [widths[name] for name in names] for row, names in rows.items()}, "index"
-        )
+        grid = pd.DataFrame([map(widths.get, names) for names in rows.values()])
         alone = [f"; {n} {widths[n]:.2f}" for n in alike(widths) if "*" not in n]
         image = axes.imshow(grid, cmap=ListedColormap(WIDTHS), norm=norm, interpolation="nearest")
         axes.set_yticks(range(len(rows)), rows, fontsize=6)
         axes.locator_params(axis="x", integer=True)
         axes.set_title(f"{mix['label']}: width of each layer{''.join(alone)}")
     axes.set_xlabel("decoder layer")
-    bar = figure.colorbar(image, ax=charts, spacing="uniform", aspect=40,
+    bar = figure.colorbar(image, ax=axes, location="bottom", spacing="uniform", aspect=50,
                           ticks=[2.5, 3.5, 5, 8, 13.5])  # fmt: skip
-    bar.ax.set_yticklabels(["2 bits", "3", "4", "8", "16"])
+    bar.ax.set_xticklabels(["2 bits", "3", "4", "8", "16"])
     return figure
