@@ -45,11 +45,13 @@ PAIRS = {  # folders that were measured on the same models
     "kinds short": ("kinds-27m-short",),
 }
 BUDGETS = {
-    "budget-smollm2": "SmolLM2-135M-Instruct", "budget-gemma3": "Gemma 3 270M",
-    "budget-softmax": "27M, softmax", "budget-softpick": "27M, softpick",
+    "budget-smollm2": "SmolLM2-135M-Instruct",
     "budget-smollm2-head": "SmolLM2-135M-Instruct, embeddings and LM head (one matrix) too",
     "budget-smollm2-llamacpp": "SmolLM2-135M-Instruct beside llama.cpp’s mixes",
     "budget-smollm2-peers": "SmolLM2-135M-Instruct beside AutoRound’s own search",
+    "budget-gemma3": "Gemma 3 270M",
+    "budget-softmax": "27M, softmax", "budget-softpick": "27M, softpick",
+    "budget-7b": "The 7B shape, random weights",
 }  # fmt: skip
 REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 KEYS = ["task", "metric", "quantizer", "checkpoint"]
@@ -474,10 +476,10 @@ def gptq_library() -> list[dict[str, object]]:
 def budgets() -> list[dict[str, Any]]:
     """Return the results of `qbench budget`, one per folder results/budget-NAME."""
     results = []
-    for path in sorted((ROOT / "results").glob("budget-*/budget.json")):
-        values = json.loads(path.read_text())
+    for folder, title in BUDGETS.items():
+        values = json.loads((ROOT / "results" / folder / "budget.json").read_text())
         results.append(values | {
-            "folder": path.parent.name, "title": BUDGETS[path.parent.name],
+            "folder": folder, "title": title,
             "choices": len(values["costs"]), "layers": len(values["mixes"][0]["layers"]),
             "by_label": {mix["label"]: mix for mix in values["mixes"]},
         })  # fmt: skip
@@ -493,9 +495,10 @@ def find_budget(folder: str, label: str) -> dict[str, Any]:
 
 
 def kl_over_sum(*labels: str) -> str:
-    """Return the least and the largest measured KL of the mixes ``labels`` over their sums of
-    costs."""
-    mixes = [mix for result in budgets() for mix in result["mixes"] if mix["label"] in labels]
+    """Return the least and the largest measured KL of the mixes ``labels`` of trained models over
+    their sums of costs."""
+    trained = [result for result in budgets() if result["folder"] != "budget-7b"]
+    mixes = [mix for result in trained for mix in result["mixes"] if mix["label"] in labels]
     return from_to([mix["kl"] / mix["sum"] for mix in mixes], "{:.2f}".format)
 
 
