@@ -209,6 +209,9 @@ def begin(gpu: int | None) -> None:
     if gpu is not None:
         os.environ[VISIBLE] = gpu_of_environment(gpu)
         set_library_env()
+        # Python's lock goes to a thread that waited for the GPU or a file after 0.1 ms, not 5 ms:
+        # tasks are prepared while weights are quantized, and judged while others are scored
+        sys.setswitchinterval(1e-4)
         threading.Thread(target=start_gpu, daemon=True).start()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # else all forks would draw the same
