@@ -17,7 +17,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 def main() -> None:
     """Run the command line, and end the process with its exit code."""
-    keep_memory()
+    # Have glibc keep freed blocks of up to 64 MiB for NumPy's next arrays: the tests of a large
+    # results folder take three times as long if each array is mapped anew.
+    with suppress(OSError, AttributeError):  # other C libraries have no such settings
+        mallopt = ctypes.CDLL(None).mallopt
+        for setting, size in {M_MMAP_THRESHOLD: 2**26, M_TRIM_THRESHOLD: 2**28}.items():
+            mallopt(setting, size)
     try:
         from qbench.cli.app import main as command
 
@@ -28,15 +33,6 @@ def main() -> None:
         print(STOPPED, file=sys.stderr)
         _end(INTERRUPTED)
     _end(0)
-
-
-def keep_memory() -> None:
-    """Have glibc keep freed blocks of up to 64 MiB for NumPy's next arrays: the tests of a large
-    results folder take three times as long if each array is mapped anew."""
-    with suppress(OSError, AttributeError):  # other C libraries have no such settings
-        mallopt = ctypes.CDLL(None).mallopt
-        for setting, size in {M_MMAP_THRESHOLD: 2**26, M_TRIM_THRESHOLD: 2**28}.items():
-            mallopt(setting, size)
 
 
 def _end(code: int) -> None:

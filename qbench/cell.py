@@ -57,9 +57,10 @@ from qbench.made_copy import with_made_copy
 from qbench.plan import Cell, Plan, streams
 from qbench.quantizers.audit.compare import audit, probe_of
 from qbench.quantizers.calibration import Calibration, read_calibration
+from qbench.quantizers.config import backend
 from qbench.quantizers.linear import linearize
 from qbench.quantizers.methods.library_made import LibraryMade
-from qbench.quantizers.quantize import import_backends, quantize
+from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, ScoringReport, TaskDamage, TaskRecord, Unavailable
 from qbench.store import Store, Table, TaskStore, baseline_files, task_key, verify_baseline
@@ -85,7 +86,7 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
     _require_planned(cell, plan)
     tokenizer = load_tokenizer(cell.checkpoint)
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    if ends == (None, None) and cell.runtime != "lm-eval":
+    if ends == (None, None) and cell.quantization.runtime != "lm-eval":
         raise CheckpointError(
             f"checkpoint {cell.checkpoint.source}: its tokenizer has neither a BOS nor an EOS "
             "token, and lm-eval puts one of them before texts; name one in tokenizer_config.json"
@@ -94,7 +95,8 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
         1
     ) as thread:  # tasks are loaded and their requests built while weights are read
         loading = thread.submit(_load_tasks, result)
-        thread.submit(import_backends, cell.quantization)  # hqq: a second and more
+        for settings in cell.quantization.parts.values():
+            thread.submit(backend, settings)  # imports it: hqq takes a second and more
         building = thread.submit(lambda: build_ahead(loading.result(), cell.scoring))
         if isinstance(cell.quantization.weights, LibraryMade):
             loading.result()  # may raise, before a library works for minutes
@@ -159,9 +161,9 @@ def load(cell: Cell, plan: Plan) -> Any:
     """Return the cell's model, not yet quantized unless it was published so: of transformers on the
     plan's device, else an object of lm-eval or llama.cpp."""
     weights = cell.quantization.weights
-    if cell.runtime == "lm-eval":
+    if cell.quantization.runtime == "lm-eval":
         return external_model(weights.model, weights.args)
-    if cell.runtime == "llama.cpp":
+    if cell.quantization.runtime == "llama.cpp":
         shell = without_weights(cell.checkpoint)
         return LlamaCpp(cell.copy.folder, context=cell.scoring.max_length, shell=shell)
     if cell.copy is None:
@@ -191,7 +193,7 @@ def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
     """Return ``cell`` with the attention and the scoring mode that suit ``model``, by measurement
     (it is loaded, not yet quantized); a cell of another runtime as it is. Append to ``detail`` why
     they differ from the planned ones. Raises UnavailableError if the recipe rules them out."""
-    if cell.runtime != "transformers":
+    if cell.quantization.runtime != "transformers":
         return cell
     attention = model.chosen_attention
     if attention.normalizer == NATIVE and cell.quantization.kv_cache is not None:
@@ -294,7 +296,7 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
     """Audit the quantized ``model`` against the original, which is loaded again, and put the audit
     into ``result``. Raises AuditError if it fails. Nothing is audited without an original."""
     cell, plan = result.cell, result.plan
-    if cell.without_baseline or cell.runtime == "lm-eval":
+    if cell.without_baseline or cell.quantization.runtime == "lm-eval":
         return  # there is nothing to compare it with: the record is not audited
     with result.stage("audit"):
         wrong: list[str] = []
@@ -303,7 +305,7 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
         else:  # read again: quantizing has changed the first
             original = load_original(cell, plan, verify=cell.copy is not None)
         probe = probe_of(original.config.vocab_size).to(plan.device)
-        if cell.runtime == "llama.cpp":
+        if cell.quantization.runtime == "llama.cpp":
             runtime, model = model, load_original(cell, plan)
             linearize(model)  # Conv1D as llama.cpp has it
             write_gguf_into(model, str(cell.copy.folder))
@@ -326,7 +328,7 @@ def _baseline(result: CellResult, store: Store) -> set[str] | None:
     cell = result.cell
     if not result.plan.recipe.evaluation.damage or not cell.quantization.precision.quantized:
         return None
-    if cell.scoring.mode == "lm-eval" and cell.runtime != "lm-eval":
+    if cell.scoring.mode == "lm-eval" and cell.quantization.runtime != "lm-eval":
         reason = "scoring: lm-eval does not give its log-probabilities"
         result.no_damage = Unavailable(reason=reason)
     elif cell.base is None:
@@ -360,7 +362,9 @@ class _Evaluation:
             self.base_parts = result.plan.cell(self.cell.base.cell).key_parts
         self.observer: BaselineWriter | KLObserver | None = None
         damage, quantized = result.plan.recipe.evaluation.damage, self.cell.quantization.precision
-        gives_probabilities = self.cell.scoring.mode != "lm-eval" or self.cell.runtime == "lm-eval"
+        gives_probabilities = (
+            self.cell.scoring.mode != "lm-eval" or self.cell.quantization.runtime == "lm-eval"
+        )
         # whether quantized cells may be measured against this one
         self.is_baseline = damage and not quantized.quantized and gives_probabilities
 
@@ -468,7 +472,8 @@ class _Evaluation:
         self, task: LoadedTask, answered: Answered | None, divergences: Any,
         states: BaselineHiddenStates | None, report: ScoringReport, seconds: float,
     ) -> TaskResult:  # fmt: skip
-        """Compute a task's metrics and damage, keep the result in the cache and return it.
+        """Compute a task's metrics and damage, keep the result in the cache unless damage could not
+        be measured, with the hidden ``states`` that quantized cells need, and return it.
         ``divergences``: KL per scored token, None if not measured; ``seconds``: what scoring
         took."""
         cell, start = self.cell, time.perf_counter()
@@ -499,22 +504,16 @@ class _Evaluation:
             damage=damage,
             seconds=round(seconds + time.perf_counter() - start, 3),
         )
-        done = TaskResult(record, tables)
-        self._keep(done, states)
-        return done
-
-    def _keep(self, done: TaskResult, states: BaselineHiddenStates | None) -> None:
-        """Put a finished task into the cache, with the hidden ``states`` that quantized cells need.
-        A task whose damage could not be measured is not kept."""
-        cell, record, missing = self.cell, done.record, self.result.no_damage
+        missing = self.result.no_damage
         try:
             if states is not None:
-                states.save(self.cache, cell.key_parts, record.task)
+                states.save(self.cache, cell.key_parts, task.name)
             if missing is None or not missing.retry:
-                self.kept.put(record, **done.tables)
+                self.kept.put(record, **tables)
         except ResultsError as error:
-            line = f"{cell.name}: {record.task} is scored, but not kept in the cache: {error}"
+            line = f"{cell.name}: {task.name} is scored, but not kept in the cache: {error}"
             self.result.progress.log(line, "bold red")
+        return TaskResult(record, tables)
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:

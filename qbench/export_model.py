@@ -87,9 +87,9 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
         scoring=None,  # nothing is scored
         base=None,
     )
-    if cell.runtime != "transformers":
+    if (runtime := cell.quantization.runtime) != "transformers":
         raise ResultsError(
-            f"{name}: {cell.runtime} runs it, not transformers: its files are the model already"
+            f"{name}: {runtime} runs it, not transformers: its files are the model already"
         )
     tokenizer = load_tokenizer(checkpoint)
     if isinstance(cell.quantization.weights, LibraryMade):

@@ -33,7 +33,7 @@ import pynvml
 from qbench import __version__
 from qbench.errors import RecipeError, UnavailableError, failure_line
 from qbench.files import GIB
-from qbench.plugins import plugin_versions
+from qbench.plugins import loaded
 from qbench.records import Environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -201,7 +201,7 @@ def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> 
         versions=versions((*names, "triton")),
         git_revision=git_revision(),
         qbench=__version__,
-        plugins=plugin_versions(),
+        plugins={plugin.name: plugin.digest for plugin in loaded()},
     )
 
 

@@ -277,11 +277,6 @@ class Cell:
         return self.copy is not None and self.copy.folder == self.checkpoint.folder
 
     @property
-    def runtime(self) -> Runtime:
-        """Return which library runs the model."""
-        return self.quantization.runtime
-
-    @property
     def grid_cell(self) -> GridCell:
         """Return the cell's entry in a run's manifest."""
         return GridCell(

@@ -12,10 +12,10 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from qbench.errors import RecipeError, first_line, shown
 from qbench.files import NAME, digest, reason
@@ -25,7 +25,7 @@ PATH = 500  # characters of a path in a message
 T = TypeVar("T")
 
 
-class Registry(Generic[T]):
+class Registry(dict[str, T]):
     """Maps names to objects of one ``kind``.
 
     Names consist of letters, digits and . _ + - only, for recipes, tables and paths. Raises
@@ -34,7 +34,6 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._things: dict[str, T] = {}
 
     def add(self, name: str, thing: T) -> T:
         """Register ``thing`` under ``name``, and return it. Raises RecipeError for other
@@ -43,24 +42,18 @@ class Registry(Generic[T]):
             raise RecipeError(
                 f"{self.kind} {shown(name)}: a name is letters, digits and . _ + - only, at most 64"
             )
-        if name in self._things:
+        if name in self:
             raise ValueError(f"{self.kind} {name!r} is registered twice")
-        self._things[name] = thing
+        self[name] = thing
         return thing
 
     def get(self, name: str) -> T:
         """Return the object registered under ``name``. Raises RecipeError, which lists all names,
         for an unknown one."""
-        if name not in self._things:
-            names = ", ".join(self._things) or "none; --plugin FILE registers one"
+        if name not in self:
+            names = ", ".join(self) or "none; --plugin FILE registers one"
             raise RecipeError(f"unknown {self.kind} {name!r}; known: {names}")
-        return self._things[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._things)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._things
+        return self[name]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +129,6 @@ def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
 def loaded() -> tuple[Plugin, ...]:
     """Return the plug-in files that this process has loaded."""
     return tuple(_loaded.values())
-
-
-def plugin_versions() -> dict[str, str]:
-    """Return file name → SHA-256 of the plug-in files that are loaded, for a record."""
-    return {plugin.name: plugin.digest for plugin in _loaded.values()}
 
 
 def source_digest(kind: type) -> str:

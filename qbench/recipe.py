@@ -937,7 +937,14 @@ def _group_checkpoints(source: Source) -> None:
     made: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
     for name, entry in declared.items():
-        if (members := _members(entry)) is None:
+        path = entry.get("path") if isinstance(entry, dict) else entry
+        if isinstance(entry, list):
+            members = entry
+        elif isinstance(path, str) and "*" in path:
+            folders = [folder for folder in sorted(glob.glob(path)) if os.path.isdir(folder)]
+            of_all = entry if isinstance(entry, dict) else {}
+            members = [{**of_all, "path": folder} for folder in folders]
+        else:
             made[name] = entry
             continue
         groups[name] = names = [f"{name}.{number}" for number in range(1, len(members) + 1)]
@@ -954,15 +961,3 @@ def _group_checkpoints(source: Source) -> None:
         source.lines.update({("checkpoints", member): line for member in names})
     if groups:
         source.values.update(checkpoints=made, replicates=groups)
-
-
-def _members(entry: Any) -> list[Any] | None:
-    """Return the trainings that one entry of ``checkpoints`` lists or matches with ``*``; None for
-    a single checkpoint."""
-    if isinstance(entry, list):
-        return entry
-    path = entry.get("path") if isinstance(entry, dict) else entry
-    if not isinstance(path, str) or "*" not in path:
-        return None
-    folders = [folder for folder in sorted(glob.glob(path)) if os.path.isdir(folder)]
-    return [{**entry, "path": folder} if isinstance(entry, dict) else folder for folder in folders]

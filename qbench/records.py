@@ -865,21 +865,18 @@ RUN_AGAIN = "run the recipe again"  # the remedy that messages name
 T = TypeVar("T", bound=RecordModel)
 
 
-def read_record(path: Path, kind: type[T], remedy: str = RUN_AGAIN) -> T:
-    """Return the record of type ``kind`` in the file ``path``. Raises OSError if there is none,
-    else as :func:`parse_record`."""
-    return parse_record(path.read_bytes(), kind, path, remedy)
-
-
-def parse_record(payload: bytes, kind: type[T], path: Path | str, remedy: str = RUN_AGAIN) -> T:
-    """Return the record of type ``kind`` whose JSON text is ``payload``.
+def read_record(
+    path: Path, kind: type[T], remedy: str = RUN_AGAIN, payload: bytes | None = None
+) -> T:
+    """Return the record of type ``kind`` in the file ``path``, or whose JSON text is ``payload``.
+    Raises OSError if there is no such file.
 
     ``path`` and ``remedy`` begin and end the message of an error. Raises DamagedError if the
     checksum or the fields are wrong or an older qbench wrote it, NewerSchemaError if a newer one
     did.
     """
     try:
-        values = json.loads(payload)
+        values = json.loads(path.read_bytes() if payload is None else payload)
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
         version = values.get("schema_version")

@@ -40,8 +40,8 @@ import lzma
 import re
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partialmethod
 from pathlib import Path
@@ -79,7 +79,6 @@ from qbench.records import (
     Sensitivity,
     StoredTable,
     TaskRecord,
-    parse_record,
     read_record,
     write_record,
 )
@@ -182,7 +181,7 @@ def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
                 pass
         for name, content in contents.items():
             if name.endswith(".json"):
-                parse_record(content, _kind(name), f"{archive}: {name}", remedy)
+                read_record(Path(f"{archive}: {name}"), _kind(name), remedy, content)
             elif f".{digest(content)[:KEY_DIGITS]}." not in name:
                 raise ValueError(f"{name} does not match its checksum")
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError, OverflowError) as error:
@@ -261,7 +260,7 @@ class Records(Generic[R]):
         """Write ``manifest``; return the one that it replaces: None if there was none or it was
         damaged (``log`` says so). Raises NewerSchemaError, before writing, if a newer qbench wrote
         it. Also remove what killed processes left in the folder."""
-        with self._lock():
+        with FileLock(self.directory / ".lock"):  # makes the folder
             before = self.manifest_before(log)
             clean_temporaries(self.directory)
             write_record(self.directory / MANIFEST, manifest)
@@ -309,12 +308,6 @@ class Records(Generic[R]):
         """Return the path of a cell's record, or of a file beside it with this ``suffix``."""
         return self._cells / cell.cell / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
-    def lock_file(self, cell: CellKey) -> Path:
-        """Return the path of the lock of ``cell``; its folder exists."""
-        path = self.path(cell, ".lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
     def put(
         self,
         record: R,
@@ -341,7 +334,7 @@ class Records(Generic[R]):
             }
             record = record.model_copy(update={"files": files})
         path = self.path(record)
-        with self._lock():
+        with FileLock(self.directory / ".lock"):
             for name, payload in payloads.items():
                 write_atomically(self._table_path(record, name), payload)
             write_record(path, record)
@@ -438,12 +431,6 @@ class Records(Generic[R]):
         """Return the path of a table. Its checksum is part of the name, so that a new table never
         replaces a table of the old record."""
         return self.path(record, f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
-
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.directory / ".lock"):
-            yield
 
 
 @lru_cache(maxsize=4)

@@ -62,7 +62,7 @@ def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, cap
     held = threading.Event()
 
     def hold():
-        with FileLock(store.lock_file(cell)):
+        with FileLock(store.path(cell, ".lock")):
             held.set()
             time.sleep(1.5)
 

@@ -159,7 +159,7 @@ def analyze_if_needed(
     continued, unless ``force``.
     """
     requested = datetime.now(UTC)
-    with FileLock(analyses.lock_file(cell.grid_cell)):
+    with FileLock(analyses.path(cell.grid_cell, ".lock")):
         progress.begin(cell.name)
         try:
             record = analyses.get_valid(cell.grid_cell, progress.log)

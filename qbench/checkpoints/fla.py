@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qbench.errors import CheckpointError, shown
-
-if TYPE_CHECKING:
-    import torch
-
 
 NORMALIZER_OF = {
     "flash_attn": "softmax",
@@ -210,14 +206,3 @@ def llama_name(name: str) -> str:
     for fla_name, llama in NAMES:
         name = name.replace(fla_name, llama)
     return name
-
-
-def llama_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``tensors`` under transformers' Llama names. Of the scaled variants ``s`` [H, 1]
-    becomes [H], and the buffers ``logn`` are left out."""
-    named = {llama_name(name): tensor for name, tensor in tensors.items()}
-    return {
-        name: tensor[:, 0] if name.endswith(".self_attn.s") and tensor.shape[1:] == (1,) else tensor
-        for name, tensor in named.items()
-        if not name.endswith(TABLE)
-    }

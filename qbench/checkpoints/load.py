@@ -189,11 +189,11 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     attributes = [parameter.attribute for parameter in parameters_of(checkpoint.normalizer)]
     parameters = {n for n in extra & headers.keys() if n.rpartition(".")[2] in attributes}
     require_fit(report, extra - parameters)
-    tensors = {
-        headers[name].name: read_tensor(checkpoint.folder, headers[name])
-        for name in sorted(parameters)
-    }
-    attach(model, fla.llama_tensors(tensors) if ours else tensors)
+    tensors = {name: read_tensor(checkpoint.folder, headers[name]) for name in sorted(parameters)}
+    for name, tensor in tensors.items() if ours else ():  # its s is [H, 1]
+        if name.endswith(".self_attn.s") and tensor.shape[1:] == (1,):
+            tensors[name] = tensor[:, 0]
+    attach(model, tensors)
     require_stored_head(model, checkpoint.folder, headers)
     return model
 

@@ -116,10 +116,15 @@ def _rows(comparison: Comparison, answers: dict[EffectKey, Effect | Missing]) ->
     """Return the rows with their effects, p-values adjusted over the folder within each contrast;
     those of the task ``ANSWERS`` separately."""
     families: dict[tuple[str, bool], list[EffectKey]] = defaultdict(list)
+    base = next(iter(comparison.groups))
     for (index, contrast, group), answer in answers.items():
         row = comparison.lines[index]
-        tested = isinstance(answer, Effect) and contrast in TESTED and not row.redundant
-        if tested and not _guessed(comparison, row, contrast, group):
+        if not isinstance(answer, Effect) or contrast not in TESTED or row.redundant:
+            continue
+        # If an unquantized model may be guessing there is nothing to lose: no test in the family.
+        unlike = {"damages": (group,), "differences": (group, base)}.get(contrast, ())
+        members = [member for name in unlike for member in comparison.groups.get(name, (name,))]
+        if not any((name, row.task, row.metric) in comparison.at_chance for name in members):
             families[contrast, row.task == ANSWERS].append((index, contrast, group))
     for keys in families.values():
         answers |= zip(keys, adjust([answers[key] for key in keys]), strict=True)
@@ -128,17 +133,6 @@ def _rows(comparison: Comparison, answers: dict[EffectKey, Effect | Missing]) ->
         by_row[index][contrast, group] = answer
     return tuple(dataclasses.replace(row, effects=by_row[index])
                  for index, row in enumerate(comparison.lines))  # fmt: skip
-
-
-def _guessed(comparison: Comparison, row: Row, contrast: str, group: str) -> bool:
-    """Return whether an unquantized model of this damage contrast may be guessing. Then there is
-    nothing to lose, and the row is left out of the family of tests."""
-    if contrast in ("deltas", "against"):
-        return False
-    base = next(iter(comparison.groups))
-    groups = (group, base) if contrast == "differences" else (group,)
-    members = [member for name in groups for member in comparison.groups.get(name, (name,))]
-    return any((member, row.task, row.metric) in comparison.at_chance for member in members)
 
 
 def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name, Column]]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from qbench.text import NO_VALUE, metric_title, number, ratio
+from qbench.text import NO_VALUE, number, ratio
 
 if TYPE_CHECKING:
     from qbench.comparison.losses import Losses
-    from qbench.comparison.rows import Row
-    from qbench.records import GroupScore, Score
     from qbench.statistics import Effect, Missing
 
     AnEffect = Effect | Missing | None
@@ -19,12 +17,6 @@ if TYPE_CHECKING:
 TIMES = "×"
 MOSTLY_SEEDS = "§"
 NO_INTERVAL = "¶"
-
-
-def metric_text(row: Row | Score | GroupScore) -> str:
-    """Return the metric with the arrow of what is better: ``Acc ↑``."""
-    arrow = "↑" if row.higher_is_better else "↓"
-    return NO_VALUE if row.metric == NO_VALUE else f"{metric_title(row.metric)} {arrow}"
 
 
 def effect_text(effect: AnEffect, *, percent: bool) -> str:

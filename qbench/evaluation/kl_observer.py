@@ -194,7 +194,9 @@ class KLObserver:
         assert len(firsts) == len(hidden)
         kept = self._task.states[torch.from_numpy(indexes[firsts])]
         before = to_device(kept, hidden.device)
-        logits_of = projection.of(self._head, before)
+        logits_of = projection.of(
+            lambda states: self._finish(functional.linear(states, self._weight, self._bias)), before
+        )
         entries = to_device(np.stack((rows, indexes, scored.token[order])), hidden.device)
 
         def measure(part: LogitsPart) -> None:
@@ -228,10 +230,6 @@ class KLObserver:
                 **({"margin": margin[0]} if margin else {}),
             }
         )
-
-    def _head(self, states: Tensor) -> Tensor:
-        assert self._weight is not None
-        return self._finish(functional.linear(states, self._weight, self._bias))
 
 
 def _margin(logits: Tensor, row: Tensor, token: Tensor) -> Tensor:

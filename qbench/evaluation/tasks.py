@@ -33,6 +33,7 @@ NAMES = re.compile(
 )
 MOST_FILES = 50_000  # below a folder of definitions; lm-eval's has 17,600
 OURS = Path(__file__).parents[1] / "tasks"
+INSTALLED = (OURS, Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def expand(name: str, definitions: Path | None) -> list[str]:
     if (path := _find("group", name, definitions)) is not None:
         children = _children(name, read_definition(path))
         return [leaf for child in children for leaf in expand(child, definitions)]
-    if tagged := _tagged(name, _folders(definitions)):
+    if tagged := _tagged(name, definitions):
         return tagged
     raise _unknown(name, definitions)
 
@@ -169,35 +170,22 @@ def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
 
 def task_names(definitions: Path | None = None) -> list[str]:
     """Return the names of all leaf tasks of lm-eval and ``definitions``, sorted."""
-    folders = _folders(definitions)
-    return sorted({n for folder in folders for kind, n in _index(folder) if kind == "task"})
-
-
-@functools.cache
-def lm_eval_tasks() -> Path:
-    """Return the folder of lm-eval's own definitions."""
-    spec = importlib.util.find_spec("lm_eval")
-    assert spec is not None, "lm-eval is installed with qbench"
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "tasks"
-
-
-def _folders(definitions: Path | None) -> list[Path]:
-    """Return the folders of definitions in the order of search: the user's, ours, lm-eval's."""
-    return [*([] if definitions is None else [definitions]), OURS, lm_eval_tasks()]
+    indexes = _indexes(definitions)
+    return sorted({name for index in indexes for kind, name in index if kind == "task"})
 
 
 def _find(kind: str, name: str, definitions: Path | None) -> Path | None:
     """Return the file that says ``task: name`` or ``group: name``; None if there is none."""
-    paths = (_index(folder).get((kind, name)) for folder in _folders(definitions))
+    paths = (index.get((kind, name)) for index in _indexes(definitions))
     return next((path for path in paths if path), None)
 
 
-def _index(folder: Path) -> dict[tuple[str, str], Path]:
-    """Return (kind, name) → first file that defines it, by path. A user's folder is read each time:
-    a notebook may add definitions."""
-    installed = folder in (OURS, lm_eval_tasks())
-    return (_installed_index if installed else _read_index)(folder)
+def _indexes(definitions: Path | None) -> Iterator[dict[tuple[str, str], Path]]:
+    """Yield (kind, name) → first file that defines it, by path, of the user's folder, ours and
+    lm-eval's. The user's is read each time: a notebook may add definitions."""
+    if definitions is not None:
+        yield _read_index(definitions)
+    yield from map(_installed_index, INSTALLED)
 
 
 def _read_index(folder: Path) -> dict[tuple[str, str], Path]:
@@ -253,11 +241,11 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _tagged(tag: str, folders: list[Path]) -> list[str]:
+def _tagged(tag: str, definitions: Path | None) -> list[str]:
     """Return the names of the tasks that carry ``tag``, in their definition or one they include."""
     word = re.compile(rf"(?<![\w-]){re.escape(tag)}(?![\w-])")
     tasks: set[str] = set()
-    for folder in folders:
+    for folder in (*([] if definitions is None else [definitions]), *INSTALLED):
         texts = dict(_texts(folder, ("yaml", "yml")))
         names = {path for path, text in texts.items() if "tag" in text and word.search(text)}
         todo = set(names)

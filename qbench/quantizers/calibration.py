@@ -79,11 +79,13 @@ def watch_inputs(
     """Run ``model`` on ``batches`` of token ids [B, T]; call ``look(name, input)`` for each call of
     each of ``modules``, before other hooks change the input."""
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _, arguments: look(name, arguments[0].detach())
+    def hook(name: str, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        look(name, arguments[0].detach())
 
     device = next(model.parameters()).device
-    with _hooks(*(m.register_forward_pre_hook(hook(n), prepend=True) for n, m in modules.items())):
+    hooks = (m.register_forward_pre_hook(partial(hook, n), prepend=True)
+             for n, m in modules.items())  # fmt: skip
+    with _hooks(*hooks):
         for number, ids in enumerate(batches):
             progress(number, len(batches))
             model(input_ids=ids.to(device), use_cache=False)
@@ -114,7 +116,13 @@ class SequentialCalibrator:
         does not run its blocks one after the other, if they do not hold all of ``layers``, or if
         they receive something beside hidden states that depends on the text.
         """
-        self.root, self.blocks = _blocks(model, layers)
+        self.root, self.blocks = decoder_blocks(model)
+        outside = [name for name in layers if not name.startswith(f"{self.root}.")]
+        if outside:
+            raise QuantizationError(
+                f"linear layers outside the decoder blocks {self.root} cannot be calibrated: "
+                f"{', '.join(outside)}; set {ignore_advice(outside, layers)}"
+            )
         self._model, self._device = model, next(model.parameters()).device
         self._states: list[Tensor] = []
         # By batch size: each block with its other arguments, mask and rotary angles, which differ
@@ -176,14 +184,11 @@ class SequentialCalibrator:
             if block is self.blocks[-1]:
                 raise Stop
 
-        def reach(name: str) -> Callable[[nn.Module, tuple], None]:
-            def note(_: nn.Module, arguments: tuple) -> None:
-                order.append((name, arguments[0], arguments[0]._version))
-                reached.add(name)
+        def reach(name: str, _: nn.Module, arguments: tuple) -> None:
+            order.append((name, arguments[0], arguments[0]._version))
+            reached.add(name)
 
-            return note
-
-        hooks = [layer.register_forward_pre_hook(reach(n)) for n, layer in layers.items()]
+        hooks = [layer.register_forward_pre_hook(partial(reach, n)) for n, layer in layers.items()]
         for block in self.blocks:
             hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             hooks.append(block.register_forward_hook(leave))
@@ -214,19 +219,16 @@ class SequentialCalibrator:
         sums: dict[str, Tensor] = {}
         tokens = dict.fromkeys(layers, 0)
 
-        def add(name: str) -> Callable[[nn.Module, tuple], None]:
-            def hook(_: nn.Module, arguments: tuple) -> None:
-                x = arguments[0].reshape(-1, arguments[0].shape[-1])
-                tokens[name] += len(x)
-                with _exact_products(x):
-                    product = _product(x)
-                sums[name] = sums[name].add_(product) if name in sums else product
-                if name == layers[-1]:
-                    raise Stop
+        def add(name: str, _: nn.Module, arguments: tuple) -> None:
+            x = arguments[0].reshape(-1, arguments[0].shape[-1])
+            tokens[name] += len(x)
+            with _exact_products(x):
+                product = _product(x)
+            sums[name] = sums[name].add_(product) if name in sums else product
+            if name == layers[-1]:
+                raise Stop
 
-            return hook
-
-        hooks = [block.get_submodule(n).register_forward_pre_hook(add(n)) for n in layers]
+        hooks = [block.get_submodule(n).register_forward_pre_hook(partial(add, n)) for n in layers]
         with _hooks(*hooks):
             for batch in range(len(self._states)):
                 with suppress(Stop):
@@ -235,12 +237,12 @@ class SequentialCalibrator:
 
     @torch.no_grad()
     def sequence(
-        self, index: int, layers: Sequence[str], tell: Callable[[float], None] = lambda _: None
+        self, index: int, layers: Sequence[str], progress: Advance = lambda done, total: None
     ) -> Iterator[Tensor | None]:
         """Yield the Hessian of each of the ``layers`` of block ``index`` as ``hessians`` returns
         it, then do what ``advance`` does. The caller may change the weights of a layer and of those
-        with the same input before it takes the next Hessian. ``tell`` is called with the share of
-        the layers that is done, 0 to 1.
+        with the same input before it takes the next Hessian. ``progress`` is called with the number
+        of blocks that are done, a fraction of this one counted, and of all.
 
         If there is memory for it, each batch runs through the block once and pauses at each layer,
         on a CPU one batch per core; then the products are computed, and added in the order of the
@@ -248,7 +250,7 @@ class SequentialCalibrator:
         """
         if not self._can_pause(index, layers):
             for number, name in enumerate(layers):
-                tell(number / len(layers))
+                progress(index + number / len(layers), len(self.blocks))
                 yield self.hessians(index, [name])[0]
             self.advance(index)
             return
@@ -265,15 +267,17 @@ class SequentialCalibrator:
                     inputs: list[Tensor] = []
                     for done, x in enumerate(_results(forwards, number, at_once), 1):
                         inputs += [] if x is None else [x]
-                        tell((number + done / len(forwards)) / (len(layers) + 1))
+                        share = (number + done / len(forwards)) / (len(layers) + 1)
+                        progress(index + share, len(self.blocks))
                     if number < len(layers):
                         yield _hessian(inputs, at_once)
             for batch, before in enumerate(self._states):
                 output = _states(forwards[batch].output)
                 self._states[batch] = offload(self._model, output, before)
         finally:
-            for forward in forwards:
-                forward.end()
+            for forward in forwards:  # and free their tensors
+                forward.numbers.put(None)
+                forward.thread.join()
 
     def _can_pause(self, index: int, layers: Sequence[str]) -> bool:
         """Return whether memory can hold the state of every batch that pauses at one of the
@@ -298,23 +302,20 @@ class SequentialCalibrator:
 
 
 class _PausedForward:
-    """A forward of a batch through a block, in a thread that pauses at layers. ``go_on(number)``
-    runs it up to layer ``number``; ``result()`` waits for the layer's input [tokens, in], None if
-    the layer is not reached. After the last layer ``output`` is what the block returns."""
+    """A forward of a batch through a block, in a thread that pauses at layers. A number put into
+    ``numbers`` runs it up to that layer, None ends it; ``result()`` waits for the layer's input
+    [tokens, in], None if the layer is not reached. After the last layer ``output`` is what the
+    block returns."""
 
     current = local()  # .forward: of the running thread
 
     def __init__(self, call: Callable[[], Any], device: torch.device) -> None:
         self.number, self.output = -1, None
-        self._numbers: SimpleQueue[int | None] = SimpleQueue()
+        self.numbers: SimpleQueue[int | None] = SimpleQueue()
         self._results: SimpleQueue[Any] = SimpleQueue()
         arguments = call, device, torch.get_num_threads()
-        self._thread = Thread(target=self._run, args=arguments, daemon=True)
-        self._thread.start()
-
-    def go_on(self, number: int) -> None:
-        """Let the forward run up to layer ``number``."""
-        self._numbers.put(number)
+        self.thread = Thread(target=self._run, args=arguments, daemon=True)
+        self.thread.start()
 
     def result(self) -> Tensor | None:
         """Wait for the input of the layer, and return it; raise the thread's error if it failed."""
@@ -323,21 +324,14 @@ class _PausedForward:
             raise result
         return result
 
-    def end(self) -> None:
-        """End the thread and free its tensors."""
-        self._numbers.put(None)
-        self._thread.join()
-
-    def wait(self) -> None:
-        """Wait in the forward's own thread. Raises Stop if the forward is ended."""
-        self.number = self._numbers.get()
+    def pause(self, *results: Tensor | BaseException | None) -> None:
+        """Hand over ``results``, and wait in the forward's own thread until it may go on. Raises
+        Stop if it is ended."""
+        for result in results:
+            self._results.put(result)
+        self.number = self.numbers.get()
         if self.number is None:
             raise Stop
-
-    def pause(self, result: Tensor | None = None) -> None:
-        """Hand over ``result``, and wait until the forward may go on."""
-        self._results.put(result)
-        self.wait()
 
     @torch.no_grad()
     def _run(self, call: Callable[[], Any], device: torch.device, threads: int) -> None:
@@ -346,7 +340,7 @@ class _PausedForward:
             torch.cuda.set_device(device)
         self.current.forward = self
         with suppress(Stop):
-            self.wait()
+            self.pause()
             try:
                 self.output = call()
             except Stop:
@@ -354,7 +348,7 @@ class _PausedForward:
             except Exception as error:
                 self._results.put(error)
             while True:  # layers that were not reached, and the end
-                self.pause()
+                self.pause(None)
 
 
 def _results(
@@ -366,7 +360,7 @@ def _results(
     for forward in forwards:
         if len(running) == at_once:
             yield running.popleft().result()
-        forward.go_on(number)
+        forward.numbers.put(number)
         running.append(forward)
     while running:
         yield running.popleft().result()
@@ -376,7 +370,7 @@ def _pause(number: int, _: nn.Module, arguments: tuple) -> None:
     """Pause the running forward at layer ``number`` until the layer is quantized."""
     forward = _PausedForward.current.forward
     while forward.number < number:
-        forward.pause()
+        forward.pause(None)
     if forward.number == number:
         forward.pause(arguments[0].reshape(-1, arguments[0].shape[-1]))
 
@@ -440,19 +434,6 @@ def _product(x: Tensor) -> Tensor:
         rows = x[:, strip].T @ x[:, start:]
         product[strip, start:], product[start:, strip] = rows, rows.T
     return product
-
-
-def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.ModuleList]:
-    """Return the name of the list of decoder blocks, and the list. Raises QuantizationError if one
-    of ``layers`` is in none of them."""
-    name, blocks = decoder_blocks(model)
-    outside = [n for n in layers if not n.startswith(f"{name}.")]
-    if outside:
-        raise QuantizationError(
-            f"linear layers outside the decoder blocks {name} cannot be calibrated: "
-            f"{', '.join(outside)}; set {ignore_advice(outside, layers)}"
-        )
-    return name, blocks
 
 
 def _states(output: Any) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -60,7 +59,7 @@ def quantize_model(
         leaders = [group[0] for group in walk.groups[index]]
         # Without true_sequential all layers see the inputs of the unquantized block.
         hessians = (
-            walk.sequence(index, leaders, partial(_tell, progress, index, len(walk.blocks)))
+            walk.sequence(index, leaders, progress)
             if first.true_sequential
             else walk.hessians(index, leaders)
         )
@@ -85,11 +84,6 @@ def quantize_model(
             walk.advance(index)
     note = f"; damp raised to {max(raised):g} in {len(raised)} layers" if raised else ""
     return result, f"our own GPTQ{note}"
-
-
-def _tell(progress: Advance, index: int, blocks: int, share: float) -> None:
-    """Report the progress of block ``index`` of ``blocks``, of which ``share`` is done."""
-    progress(index + share, blocks)
 
 
 def _solve_layers(

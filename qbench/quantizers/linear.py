@@ -260,6 +260,11 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
     return result
 
 
+def matrices_size(matrices: Iterable[Matrix]) -> int:
+    """Return the number of weights in all ``matrices``."""
+    return sum(matrix.weight.numel() for matrix in matrices)
+
+
 def others(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter of ``model`` that is not in its ``matrices``, by name; biases of
     experts are named as ``linearize`` names them. Shared ones are listed once."""

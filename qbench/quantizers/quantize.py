@@ -94,11 +94,6 @@ class Artifact:
         name = f"{config.name}-{self.key[:DIGITS]}.safetensors"
         self.path = Path(root) / original[:DIGITS] / name
 
-    def lock(self) -> FileLock:
-        """Return the lock that a process holds while it reads or writes the artifact."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(self.path.with_name(f".{self.path.stem}.lock"))
-
     def read(self, device: torch.device) -> tuple[dict[str, Tensor], str] | None:
         """Return the tensors by name and their note; None if there is no artifact.
 
@@ -129,12 +124,6 @@ class Artifact:
 
 WHOLE_MODEL = "quantize_model"  # function of a backend that goes through a whole model
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
-
-
-def import_backends(quantization: QuantizationConfig) -> None:
-    """Import the modules of a cell's methods, some of which import compilers for seconds."""
-    for settings in quantization.parts.values():
-        backend(settings)
 
 
 def quantize(
@@ -189,7 +178,7 @@ def quantize(
             normalizer_source=normalizer_source,
             device=model.device,
         )
-        with store.lock():
+        with FileLock(store.path.with_name(f".{store.path.stem}.lock")):
             stored, detail = _obtain(store, model, stage, calibration, progress)
         tensors |= stored
         details.append(detail)

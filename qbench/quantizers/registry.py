@@ -113,8 +113,7 @@ class Unquantized(Settings):
 def methods(kind: str) -> list[Method]:
     """Return the registered methods of a ``kind``, such as ``weights``, in the order of
     registration."""
-    every = map(METHODS.get, METHODS)
-    return [method for method in every if method.settings.kind == kind]
+    return [method for method in METHODS.values() if method.settings.kind == kind]
 
 
 def settings_of(

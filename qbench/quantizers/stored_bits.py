@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qbench.errors import CheckpointError
 from qbench.quantizers import gguf_file
 from qbench.quantizers.config import PackedWeight, WeightSettings
-from qbench.quantizers.linear import Experts, Matrix, linears, named_ends
+from qbench.quantizers.linear import Experts, Matrix, linears, matrices_size, named_ends
 from qbench.quantizers.published import GGUF, PublishedCopy, parents
 from qbench.records import GIB, ModuleAudit, StoredSize
 
@@ -154,12 +154,7 @@ def stored_size(
         of_head = [8.0 * head.weight.nbytes]
     unquantized = sum(8.0 * p.nbytes for p in original.parameters())
     return StoredSize(
-        bits_per_weight=sum(bits[name] for name in inner) / _count(inner),
+        bits_per_weight=sum(bits[name] for name in inner) / matrices_size(inner.values()),
         head_bits_per_weight=of_head[0] / head.weight.numel() if of_head else None,
         gib=(unquantized - sum(plain.values()) + sum(bits.values())) / GIB,
     )
-
-
-def _count(matrices: Mapping[str, Matrix]) -> int:
-    """Return the number of weights in ``matrices``."""
-    return sum(matrix.weight.numel() for matrix in matrices.values())

@@ -179,7 +179,14 @@ class _GridRun:
                 if future.done():  # in this process: cells come in their order
                     break
             if ahead is None:  # after the cells that others wait for, which come first
-                ahead = self._ahead(waiting)
+                # calibration is the longest part; a failure is reported when the cell runs
+                ahead = {
+                    cell.name: self.quantize_ahead(cell.name)
+                    for cell in waiting
+                    if self.quantize_ahead is not None
+                    and cell.quantization.needs_calibration
+                    and not isinstance(cell.quantization.weights, LibraryMade)
+                }
             if not at_work and not ahead:
                 return
             done = wait_for([*at_work, *ahead.values()], return_when=FIRST_COMPLETED).done
@@ -195,24 +202,11 @@ class _GridRun:
                 assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
                 self.done[cell.name] = record
 
-    def _ahead(self, waiting: Sequence[Cell]) -> dict[str, Future]:
-        """Start to quantize, in other processes, the weights of those ``waiting`` cells that need
-        calibration, their longest part; return the futures by cell. A failure is reported when the
-        cell runs."""
-        if self.quantize_ahead is None:
-            return {}
-        return {
-            cell.name: self.quantize_ahead(cell.name)
-            for cell in waiting
-            if cell.quantization.needs_calibration
-            and not isinstance(cell.quantization.weights, LibraryMade)
-        }
-
     def give_up(self, cell: Cell, line: str) -> Record:
         """Write and return a failed record for a cell whose process died with the error ``line``;
         return a good record instead if one was written meanwhile, by another run or by the dying
         process."""
-        with FileLock(self.store.lock_file(cell.grid_cell)):
+        with FileLock(self.store.path(cell.grid_cell, ".lock")):
             record = self.store.get_valid(cell.grid_cell)
             good = record is not None and record.status == "ok"
             if record is not None and good and (not self.force or record.started >= self.begun):
@@ -240,7 +234,7 @@ def run_cell(
     and takes its record, even with ``force``.
     """
     cell, store = plan.cell(name), Store(out)
-    lock = FileLock(store.lock_file(cell.grid_cell))
+    lock = FileLock(store.path(cell.grid_cell, ".lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -183,7 +183,16 @@ def _effects(panel: Panel, contrasts: Sequence[Signs], aggregation: str) -> list
     if reason:
         return [Missing(reason=reason)] * len(contrasts)
     kl, aggregation = aggregation == KL_MEAN, LOG_MEAN if aggregation == KL_MEAN else aggregation
-    signs, problems = panel.signs(contrasts), problems_of(panel, aggregation)
+    weight = panel.weights.sum(axis=0)
+    ratio = panel.values.sum(axis=0) / weight
+    finite = np.isfinite(panel.values).all(axis=0) & np.isfinite(as_scored(ratio, aggregation))
+    conditions = [  # of PROBLEMS, per column
+        ~np.all(panel.weights < weight, axis=0),
+        ~finite,
+        (aggregation == LOG_MEAN) & ~(ratio > 0),
+    ]
+    problems = np.select(conditions, range(len(PROBLEMS)), len(PROBLEMS))
+    signs = panel.signs(contrasts)
     problem = np.where(signs != 0, problems, len(PROBLEMS)).min(axis=1)
     answers: list[Answer | None] = [
         Missing(reason=PROBLEMS[each]) if each < len(PROBLEMS) else None for each in problem
@@ -202,18 +211,8 @@ def _effects(panel: Panel, contrasts: Sequence[Signs], aggregation: str) -> list
     return answers
 
 
+# Why a column has no effect. A document with all the weight leaves nothing to compare it with.
 PROBLEMS = ("one document has all the weight", "a score is not finite", "a KL divergence is 0")
-
-
-def problems_of(panel: Panel, aggregation: str) -> NDArray:
-    """Return, per column, the index in ``PROBLEMS`` of why it has no effect; ``len(PROBLEMS)`` if
-    it may have one. A document with all the weight leaves nothing to compare it with."""
-    weight = panel.weights.sum(axis=0)
-    ratio = panel.values.sum(axis=0) / weight
-    finite = np.isfinite(panel.values).all(axis=0) & np.isfinite(as_scored(ratio, aggregation))
-    nothing = (aggregation == LOG_MEAN) & ~(ratio > 0)
-    conditions = [~np.all(panel.weights < weight, axis=0), ~finite, nothing]
-    return np.select(conditions, range(len(PROBLEMS)), len(PROBLEMS))
 
 
 class _Block:

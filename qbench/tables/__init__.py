@@ -8,10 +8,10 @@ from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import about, verdict
 from qbench.errors import RecipeError
 from qbench.tables.answers import answer_tables
-from qbench.tables.frames import comparison_csv, printed_table, seeds_csv
+from qbench.tables.frames import COLUMNS, PRECISION, comparison_rows, printed_table, seeds_csv
 from qbench.tables.scores import against_table, by_method, tables_of
 from qbench.tables.summary import precision_table
-from qbench.tables.table import Table, latex, markdown
+from qbench.tables.table import Table, as_csv, latex, markdown
 from qbench.text import for_markdown
 
 FORMATS = ("md", "tex", "csv")
@@ -28,7 +28,9 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
     if format not in FORMATS:
         raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
     if format == "csv":
-        return comparison_csv(comparison)
+        in_parts = any(line.precision.in_parts for line in comparison.lines)
+        columns = [column for column in COLUMNS if in_parts or column not in PRECISION]
+        return as_csv(comparison_rows(comparison), columns)
     tables = score_tables(comparison)
     tables += printed_table(comparison, published) if published else []
     return markdown(tables) if format == "md" else latex(tables)

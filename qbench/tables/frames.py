@@ -44,22 +44,14 @@ COLUMNS = (
 )
 
 
-def comparison_csv(comparison: Comparison) -> str:
-    """Return all scores of the manifest as CSV, in full precision and the record's units, failed
-    and missing ones too.
+def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
+    """Return all scores of the manifest by the names in ``COLUMNS``, in full precision and the
+    record's units, failed and missing ones too.
 
     ``did`` is the difference-in-differences. For perplexities: ``low`` and ``high`` come from the
     logarithm and are converted to perplexities, ``delta`` is the raw difference without error, and
     errors, intervals, damage, ``did`` and ``detectable`` are log ratios, in columns of their own.
-    Text that a spreadsheet would compute begins with an apostrophe.
     """
-    in_parts = any(line.precision.in_parts for line in comparison.lines)
-    columns = [column for column in COLUMNS if in_parts or column not in PRECISION]
-    return as_csv(comparison_rows(comparison), columns)
-
-
-def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
-    """Return the rows of ``comparison_csv``, by the names in ``COLUMNS``."""
     rows = []
     for line in comparison.lines:
         for entry in line.entries.values():

@@ -27,7 +27,6 @@ from qbench.comparison.wording import (
     each_text,
     effect_text,
     interval_text,
-    metric_text,
     mostly_seeds,
 )
 from qbench.records import ANSWERS, KEY_DIGITS, TaskDamage
@@ -477,11 +476,13 @@ def _cost_texts(damage: TaskDamage | None, metric: str) -> dict[str, str]:
 
 
 def _names(line: Row) -> Cells:
-    """Return the cells task, metric (with an arrow towards better) and quantization."""
-    quantizer = line.quantizer
+    """Return the cells task, metric (with an arrow towards better: ``Acc ↑``) and quantization."""
+    metric, quantizer = line.metric, line.quantizer
+    if metric != NO_VALUE:
+        metric = f"{metric_title(metric)} {'↑' if line.higher_is_better else '↓'}"
     if line.precision.in_parts:
         quantizer += f" ({line.precision.words})"
-    return list(zip(NAMES, (line.label, metric_text(line), quantizer), strict=True))
+    return list(zip(NAMES, (line.label, metric, quantizer), strict=True))
 
 
 def entry_text(entry: RowValue, line: Row) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from statistics import fmean
 from textwrap import fill
 
@@ -40,13 +41,19 @@ def precision_table(comparison: Comparison) -> list[Table]:
 def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
     """Return ``rows`` as text with as many columns as fit the width, and their legend."""
     shown = list(rows[0])
-    if _widths(rows)[-1] > WIDTH:  # intervals go first
+
+    def text() -> str:
+        cells = [[row[name] for name in shown] for row in rows]
+        return table(shown, cells, align="l" + "r" * (len(shown) - 1))
+
+    if len(text().splitlines()[1]) > WIDTH:  # intervals go first
         rows = [{**row, "KL": row["KL"].partition(" [")[0]} for row in rows]
-    shown = shown[: max(4, sum(width <= WIDTH for width in _widths(rows)))]
+    while len(shown) > 4 and len(text().splitlines()[1]) > WIDTH:
+        shown.pop()
     hidden = [name for name in rows[0] if name not in shown]
     notes = _legend(comparison, [{name: row[name] for name in shown} for row in rows], shown[4:])
     notes += [f"In tables.md also: {', '.join(hidden)}."] if hidden else []
-    return f"{_text(rows, shown)}\n\n{fill(' '.join(notes), WIDTH)}\n"
+    return f"{text()}\n\n{fill(' '.join(notes), WIDTH)}\n"
 
 
 def _legend(
@@ -71,18 +78,6 @@ def _legend(
     return notes
 
 
-def _text(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> str:
-    """Return the columns ``shown`` of ``rows`` as a text table."""
-    cells = [[row[name] for name in shown] for row in rows]
-    return table(shown, cells, align="l" + "r" * (len(shown) - 1))
-
-
-def _widths(rows: Sequence[dict[str, str]]) -> list[int]:
-    """Return the widths of the table with its first column, its first two columns and so on."""
-    rule = _text(rows, list(rows[0])).splitlines()[1]
-    return [place + 1 for place, character in enumerate(rule) if character == "|"][1:]
-
-
 def _rows(comparison: Comparison) -> list[dict[str, str]]:
     """Return a row per precision and model, of one model in the order of the verdict."""
     by_quantizer: dict[str, dict[str, Row]] = {}
@@ -91,19 +86,24 @@ def _rows(comparison: Comparison) -> list[dict[str, str]]:
     one = len(comparison.groups) == 1
     order = ordered(comparison, comparison.grid.checkpoints[0]) if one else []
     names = sorted(by_quantizer, key=lambda name: order.index(name) if name in order else -1)
-    return [
-        {
-            "Precision": name if one else f"{group}/{name}",
-            "Bits": _mean(map(bits_per_weight, records), "{:.2f}".format),
-            "GiB": _mean(map(gib, records), short),
-            "KL": _kl(comparison, cells),
-            **{row.label: _value(comparison, row, group) for row in by_quantizer[name].values()},
-        }
-        for name in names
-        for group, members in comparison.groups.items()
-        for cells in [[f"{member}/{name}" for member in members]]
-        for records in [[comparison.records.get(cell) for cell in cells]]
-    ]
+    means, rows = comparison.kl.means if comparison.kl else {}, []
+    for name, (group, members) in product(names, comparison.groups.items()):
+        cells = [f"{member}/{name}" for member in members]
+        records = [comparison.records.get(cell) for cell in cells]
+        if len(cells) > 1 and means.keys() >= {*cells}:
+            kl = _mean(map(means.get, cells), short)
+        else:  # of one cell, with its interval
+            kl = loss_text(comparison.kl, cells[0]) or NO_VALUE
+        rows.append(
+            {
+                "Precision": name if one else f"{group}/{name}",
+                "Bits": _mean(map(bits_per_weight, records), "{:.2f}".format),
+                "GiB": _mean(map(gib, records), short),
+                "KL": kl,
+                **{r.label: _value(comparison, r, group) for r in by_quantizer[name].values()},
+            }
+        )
+    return rows
 
 
 def _first_rows(comparison: Comparison) -> list[Row]:
@@ -113,14 +113,6 @@ def _first_rows(comparison: Comparison) -> list[Row]:
         if not row.redundant:
             rows.setdefault((row.quantizer, row.task), row)
     return list(rows.values())
-
-
-def _kl(comparison: Comparison, cells: Sequence[str]) -> str:
-    """Return the KL divergence of one cell with its interval, or the mean over several cells."""
-    means = comparison.kl.means if comparison.kl else {}
-    if len(cells) == 1 or not means.keys() >= {*cells}:
-        return loss_text(comparison.kl, cells[0]) or NO_VALUE
-    return _mean(map(means.get, cells), short)
 
 
 def _value(comparison: Comparison, row: Row, group: str) -> str:

@@ -151,7 +151,7 @@ def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
     plan_, store = planned(tmp_path), Store(tmp_path / "out")
     cell, cache = plan_.cell("softmax/rtn-4bit"), tmp_path / "cache"
     grid = _GridRun(plan_, store, SilentProgress(), cache, force=False)
-    with ThreadPoolExecutor(1) as late, FileLock(store.lock_file(cell.grid_cell)):
+    with ThreadPoolExecutor(1) as late, FileLock(store.path(cell.grid_cell, ".lock")):
         giving_up = late.submit(grid.give_up, cell, "died")
         time.sleep(0.2)
         made = run(cell, plan_, store, SilentProgress(), cache)

@@ -242,11 +242,12 @@ class BatchPlan:
 @dataclass(frozen=True, slots=True)
 class Group:
     """Requests with the same model input; ``longest`` scores the most tokens of it.
-    ``request_indices`` are indexes in the list of all requests.
+    ``request_indices`` are indexes in the list of all requests. The input has ``length`` tokens.
     """
 
     longest: Request
     request_indices: list[int]
+    length: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,30 +278,25 @@ class Padding:
             size = self.window_batch_size
             parts = [range(first, min(first + size, count)) for first in range(0, count, size)]
 
-        def length_of(group: Group) -> int:
-            """Return the number of input tokens of a group."""
-            return min(self.max_length, len(group.longest.tokens) - 1)
-
         def angles(group: Group) -> int:
             """Return a number that is equal for inputs that may share a batch."""
-            length = length_of(group)
-            if self.rope_limit is None or length <= self.rope_limit:
+            if self.rope_limit is None or group.length <= self.rope_limit:
                 return 0
-            return length if self.one_length else 1
+            return group.length if self.one_length else 1
 
         for part in parts:
             by_input: dict[tuple[int, ...], list[int]] = {}
             for i in part:
                 by_input.setdefault(tuple(requests[i].tokens[:-1]), []).append(i)
-            groups = [
-                Group(max((requests[i] for i in indexes), key=lambda r: r.scored), indexes)
-                for indexes in by_input.values()
-            ]
+            groups = []
+            for tokens, indexes in by_input.items():
+                longest = max((requests[i] for i in indexes), key=lambda r: r.scored)
+                groups.append(Group(longest, indexes, min(self.max_length, len(tokens))))
             groups.sort(key=lambda g: (-len(g.longest.tokens), g.longest.tokens))
             for _, alike in itertools.groupby(groups, angles):
                 left = list(alike)
                 while left:
-                    length = length_of(left[0])  # the longest come first
+                    length = left[0].length  # the longest come first
                     if self.batch_tokens is not None:
                         size = max(1, self.batch_tokens // length)
                     batches.append(PaddedBatch(left[:size], length, self))

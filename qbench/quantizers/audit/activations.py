@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from qbench.quantizers.audit.weights import (
     MOST_UNQUANTIZED,
     levels,
-    matrices_size,
     relative_error,
 )
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig, matching
 from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
-from qbench.quantizers.linear import KEPT, Matrix
+from qbench.quantizers.linear import KEPT, Matrix, matrices_size
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ActivationAudit, InputAudit
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,7 +77,7 @@ def independence(
         for model in (original, quantized):
             stack.enter_context(row_by_row(model))
         both = _changed(probe, LAST_TOKEN, OTHER_ROWS)
-        base, *others = _all_logits(quantized, [probe, *both, *other_shapes])
+        base, *others = logits(quantized, probe, *both, *other_shapes)
         rounding = ROUNDING * float(base.abs().max())
         still = _most(base, others[: len(both)], FIRST_ROW_EARLIER) == 0
 
@@ -86,11 +85,11 @@ def independence(
             moved, tolerance = 0.0, rounding
             if not still:
                 texts = [probe, *_changed(probe, part)]
-                again, *changed = _all_logits(quantized, texts)
+                again, *changed = logits(quantized, *texts)
                 moved = _most(base, changed, watched)
                 tolerance += LEEWAY * _moved(base, again)
                 if moved > rounding and config.batch_invariant:  # only if it can decide
-                    unchanged, *changed = _all_logits(original, texts)
+                    unchanged, *changed = logits(original, *texts)
                     tolerance += LEEWAY * _most(unchanged, changed, watched)
             return BatchDependence(
                 moved=moved, tolerance=tolerance, declared=not config.batch_invariant
@@ -101,7 +100,7 @@ def independence(
         dtype = next(quantized.parameters()).dtype
         by_length = _moved_by_length(base, others[len(both) :], dtype)
         if by_length > causality.moved:
-            unchanged, *cuts = _all_logits(original, [probe, *other_shapes[1:]])
+            unchanged, *cuts = logits(original, probe, *other_shapes[1:])
             allowed = max(_moved(unchanged[:, : cut.shape[1]], cut) for cut in cuts)
             tolerance = max(causality.tolerance, LEEWAY * allowed)
             causality = causality.model_copy(update={"moved": by_length, "tolerance": tolerance})
@@ -158,14 +157,13 @@ def _most(base: Tensor, changed: list[Tensor], watched: Any) -> float:
     return max(_moved(base[watched], logits[watched]) for logits in changed)
 
 
-def logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the float32 logits [B, T, V] of token ids [B, T]."""
+def logits(model: nn.Module, *texts: Tensor) -> list[Tensor]:
+    """Return the float32 logits [B, T, V] of each of ``texts``, token ids [B, T]."""
     device = next(model.parameters()).device
-    return model(input_ids=ids.to(device), use_cache=False).logits.float()
-
-
-def _all_logits(model: nn.Module, texts: list[Tensor]) -> list[Tensor]:
-    return lockstep(model, [partial(logits, model, ids) for ids in texts])
+    return lockstep(model, [
+        lambda ids=ids: model(input_ids=ids.to(device), use_cache=False).logits.float()
+        for ids in texts
+    ])  # fmt: skip
 
 
 def _moved(before: Tensor, after: Tensor) -> float:
@@ -219,10 +217,10 @@ def audit(
         for name in SAME_SETTINGS
         if ours.get(name) != theirs.get(name)
     ]
-    moved, runs, before = 0.0, False, logits(original, probe)
+    moved, runs, (before,) = 0.0, False, logits(original, probe)
     with recorded_dtypes(quantized, evidence_of(quantized, config, "weights")) as dtypes:
         try:
-            after = logits(quantized, probe)
+            (after,) = logits(quantized, probe)
         except Exception as error:
             place = failing_layer(error, quantized)
             problems.append(f"{place}the quantized model's forward fails: {first_line(error)}")
@@ -243,7 +241,7 @@ def audit(
         backend(config.transform).transform(
             original, config.transform, getattr(quantized, TRANSFORM)
         )
-        off = float((logits(original, probe) - before).norm() / before.norm())
+        off = float((logits(original, probe)[0] - before).norm() / before.norm())
         fields["treatment_error"] = off
         if not off <= (most := MOST_MOVED[next(original.parameters()).dtype]):
             problems.append(
@@ -281,7 +279,7 @@ def audit(
             theirs = held(quantized, name)
             if parameter.dim() == 1 and theirs is not None and theirs.shape == parameter.shape:
                 parameter.data.copy_(theirs)
-        off = (logits(original, probe) - before).norm(dim=-1) / before.norm(dim=-1)
+        off = (logits(original, probe)[0] - before).norm(dim=-1) / before.norm(dim=-1)
         if (typical := float(off.median())) > CANCELLED:
             problems.append(
                 "its layers are the original's up to factors of rows and columns, and these do not "

@@ -29,6 +29,7 @@ from qbench.quantizers.linear import (
     QuantizedEmbedding,
     layer_of,
     matrices,
+    matrices_size,
     numbers,
     others,
     values,
@@ -603,11 +604,6 @@ def relative_error(error_squared: float, norm_squared: float) -> float:
     if not norm_squared:
         return math.inf if error_squared else 0.0
     return math.sqrt(error_squared / norm_squared)
-
-
-def matrices_size(matrices: Iterable[Matrix]) -> int:
-    """Return the number of weights in all ``matrices``."""
-    return sum(matrix.weight.numel() for matrix in matrices)
 
 
 def _word(name: str) -> str:
