@@ -167,12 +167,6 @@ def gpu_slots(
     return [gpu for _ in range(workers or CELLS_PER_GPU) for gpu in range(count)][:at_most]
 
 
-def gpu_of_environment(index: int) -> str:
-    """Return the CUDA_VISIBLE_DEVICES of a process that sees only this process's GPU ``index``."""
-    visible = os.environ.get(VISIBLE)
-    return visible.split(",")[index] if visible else str(index)
-
-
 version = functools.cache(metadata.version)  # a distribution that is missing is looked for again
 ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
 

@@ -220,13 +220,16 @@ class Records(Generic[R]):
 
     manifest_kind: type[RunManifest | AnalysisManifest] = RunManifest
     remedy, written_by = RUN_AGAIN, "qbench run"
+    by_cell = True  # whether the record's path has the cell's name
 
-    def __init__(self, root: Path, part: str, cells: str, kind: type[R]) -> None:
+    def __init__(
+        self, root: Path, part: str, cells: str, kind: type[R], manifest: RunManifest | None = None
+    ) -> None:
         """``root`` is the results folder, whose archive is unpacked; the manifest lies in its
-        folder ``part``, the records in ``cells`` within that. Raises ResultsError if the folder
-        holds symbolic links."""
+        folder ``part`` unless ``manifest`` is given, the records in ``cells`` within that. Raises
+        ResultsError if the folder holds symbolic links."""
         require_no_links(Path(root))
-        self.kind = kind
+        self.kind, self._manifest = kind, manifest
         self.directory = Path(root) / part
         self._cells = self.directory / cells
         unpack(Path(root))
@@ -235,8 +238,10 @@ class Records(Generic[R]):
         return (self.directory / MANIFEST).is_file()
 
     def manifest(self) -> Any:
-        """Return the last run's manifest. Raises ResultsError if it is missing, damaged or written
-        by another version of qbench."""
+        """Return the manifest of the last run, or the given one. Raises ResultsError if there is
+        none, or it is damaged or written by another version of qbench."""
+        if self._manifest is not None:
+            return self._manifest
         if not self.has_manifest():
             raise ResultsError(
                 f"{self.directory}: no grid.json here; name a folder that `{self.written_by}` wrote"
@@ -306,7 +311,8 @@ class Records(Generic[R]):
 
     def path(self, cell: CellKey, suffix: str = ".json") -> Path:
         """Return the path of a cell's record, or of a file beside it with this ``suffix``."""
-        return self._cells / cell.cell / f"{cell.key[:KEY_DIGITS]}{suffix}"
+        folder = self._cells / cell.cell if self.by_cell else self._cells
+        return folder / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
     def put(
         self,
@@ -473,24 +479,17 @@ class Store(Records[Record]):
 
     def __init__(self, directory: Path, *, manifest: RunManifest | None = None) -> None:
         """Read the folder ``directory``; ``manifest`` replaces that of its last run."""
-        super().__init__(directory, "", "records", Record)
-        self._manifest = manifest
-
-    def manifest(self) -> RunManifest:
-        """Return the manifest of the last run, or the given one. Raises ResultsError if there is
-        none or it is damaged."""
-        return self._manifest or super().manifest()
+        super().__init__(directory, "", "records", Record, manifest)
 
 
 class TaskStore(Records[TaskRecord]):
     """Finished tasks under their :func:`task_key` alone, whatever their cells are called, in the
     folder ``cache``."""
 
+    by_cell = False
+
     def __init__(self, cache: Path) -> None:
         super().__init__(cache / "tasks", "", "", TaskRecord)
-
-    def path(self, cell: CellKey, suffix: str = ".json") -> Path:
-        return self.directory / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
 
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:

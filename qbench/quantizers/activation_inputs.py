@@ -5,9 +5,7 @@ Static scales come from the inputs of the layers on calibration text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -68,17 +66,6 @@ def evidence(model: nn.Module, settings: RoundedInputs) -> dict[str, ActivationE
         name: ActivationEvidence(format=inputs.form, fixed=fixed)
         for name, fixed in inputs.scales.items()
     }
-
-
-@contextmanager
-def weights_alone(model: nn.Module) -> Iterator[None]:
-    """Leave the inputs of ``model`` unquantized in the body."""
-    inputs = getattr(model, ATTRIBUTE, None) or SimpleNamespace()
-    inputs.paused = True
-    try:
-        yield
-    finally:
-        inputs.paused = False
 
 
 # Ranges on calibration text

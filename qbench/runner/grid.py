@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
 from datetime import UTC, datetime
@@ -338,25 +338,19 @@ def summary(record: Record) -> str:
     measurements and the tasks that failed."""
     if record.status == "failed":
         return f"{record.cell}: FAILED: {record.error}"
-    cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
-    proof = "".join(f"; {line}" for line in _measured(record))
-    if record.scoring is not None and record.scoring.graph_error is not None:
-        proof += f"; decoding without a CUDA graph, as {record.scoring.graph_error}"
-    lost = "".join(f"; {task} FAILED: {why}" for task, why in record.failed_tasks.items())
-    return f"{record.cell}: done ({cost}{proof}){lost}"
-
-
-def _measured(record: Record) -> Iterator[str]:
-    """Yield what the audit measured of each quantized part."""
-    audit, precision = record.audit, record.precision
-    if audit is None:
-        return
-    if precision.weights is not None:
-        yield f"{audit.bits_per_weight:.2f} bits per weight, weight error {audit.weight_error:.3f}"
-    if audit.activations is not None:
-        yield f"{audit.activations.bits:g} bits per activation, error {audit.activations.error:.3f}"
-    if (cache := audit.kv_cache) is not None:
-        yield (
+    parts = [", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)]
+    audit = record.audit
+    if audit and record.precision.weights:
+        bits, error = audit.bits_per_weight, audit.weight_error
+        parts.append(f"{bits:.2f} bits per weight, weight error {error:.3f}")
+    if audit and (inputs := audit.activations):
+        parts.append(f"{inputs.bits:g} bits per activation, error {inputs.error:.3f}")
+    if audit and (cache := audit.kv_cache):
+        parts.append(
             f"{cache.bits_per_value:.2f} bits per cached value, errors {cache.key_error:.3f} of "
             f"keys and {cache.value_error:.3f} of values"
         )
+    if record.scoring is not None and record.scoring.graph_error is not None:
+        parts.append(f"decoding without a CUDA graph, as {record.scoring.graph_error}")
+    lost = "".join(f"; {task} FAILED: {why}" for task, why in record.failed_tasks.items())
+    return f"{record.cell}: done ({'; '.join(parts)}){lost}"

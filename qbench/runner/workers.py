@@ -32,7 +32,6 @@ from qbench.errors import first_line
 from qbench.machine import (
     VISIBLE,
     broken_device,
-    gpu_of_environment,
     interrupts_blocked,
     set_library_env,
 )
@@ -207,7 +206,8 @@ def begin(gpu: int | None) -> None:
     on the CPU."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
-        os.environ[VISIBLE] = gpu_of_environment(gpu)
+        visible = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = visible.split(",")[gpu] if visible else str(gpu)
         set_library_env()
         # Python's lock goes to a thread that waited for the GPU or a file after 0.1 ms, not 5 ms:
         # tasks are prepared while weights are quantized, and judged while others are scored

@@ -10,8 +10,8 @@ from qbench.errors import RecipeError
 from qbench.tables.answers import answer_tables
 from qbench.tables.frames import COLUMNS, PRECISION, comparison_rows, printed_table, seeds_csv
 from qbench.tables.scores import against_table, by_method, tables_of
-from qbench.tables.summary import precision_table
-from qbench.tables.table import Table, as_csv, latex, markdown
+from qbench.tables.summary import legend, precision_rows
+from qbench.tables.table import Table, as_csv, from_rows, latex, markdown
 from qbench.text import for_markdown
 
 FORMATS = ("md", "tex", "csv")
@@ -38,7 +38,9 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
 
 def score_tables(comparison: Comparison) -> list[Table]:
     """Return all tables of a comparison."""
-    tables = precision_table(comparison)
+    rows = precision_rows(comparison) if comparison.tested and comparison.quantizers else []
+    notes = legend(comparison, rows, list(rows[0])[4:]) if rows else ()
+    tables = from_rows(rows, title="Precisions", notes=notes)
     for method in by_method(comparison):
         tables += tables_of(method)
     return [*tables, *against_table(comparison), *answer_tables(comparison)]

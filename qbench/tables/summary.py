@@ -11,7 +11,6 @@ from qbench.comparison.rows import Comparison, Row, bits_per_weight, gib
 from qbench.comparison.verdict import about, loss_text, ordered, verdict
 from qbench.comparison.wording import effect_text
 from qbench.tables.scores import scale_notes
-from qbench.tables.table import Table, from_rows
 from qbench.text import NO_VALUE, group_by_reason, metric_title, number, short, table
 
 WIDTH = 100
@@ -26,16 +25,8 @@ def summary(comparison: Comparison) -> str:
     text = "\n\n".join(
         "\n".join(fill(line, WIDTH) for line in part) for part in (about(comparison), lines) if part
     )
-    rows = _rows(comparison)
+    rows = precision_rows(comparison)
     return f"{text}\n\n{_table(comparison, rows)}" if rows else f"{text}\n"
-
-
-def precision_table(comparison: Comparison) -> list[Table]:
-    """Return the table with a row per precision, with all columns and intervals; [] without
-    statistics, or if nothing is quantized."""
-    rows = _rows(comparison) if comparison.tested and comparison.quantizers else []
-    return from_rows(rows, title="Precisions", notes=_legend(comparison, rows, [*rows[0]][4:])
-                     if rows else ())  # fmt: skip
 
 
 def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
@@ -51,12 +42,12 @@ def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
     while len(shown) > 4 and len(text().splitlines()[1]) > WIDTH:
         shown.pop()
     hidden = [name for name in rows[0] if name not in shown]
-    notes = _legend(comparison, [{name: row[name] for name in shown} for row in rows], shown[4:])
+    notes = legend(comparison, [{name: row[name] for name in shown} for row in rows], shown[4:])
     notes += [f"In tables.md also: {', '.join(hidden)}."] if hidden else []
     return f"{text()}\n\n{fill(' '.join(notes), WIDTH)}\n"
 
 
-def _legend(
+def legend(
     comparison: Comparison, rows: Sequence[dict[str, str]], tasks: Sequence[str]
 ) -> list[str]:
     """Return a sentence per column and mark of ``rows`` on its meaning."""
@@ -78,8 +69,9 @@ def _legend(
     return notes
 
 
-def _rows(comparison: Comparison) -> list[dict[str, str]]:
-    """Return a row per precision and model, of one model in the order of the verdict."""
+def precision_rows(comparison: Comparison) -> list[dict[str, str]]:
+    """Return a row per precision and model, of one model in the order of the verdict, with all
+    columns and intervals."""
     by_quantizer: dict[str, dict[str, Row]] = {}
     for row in _first_rows(comparison):
         by_quantizer.setdefault(row.quantizer, {})[row.task] = row

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from qbench.errors import first_line
 from qbench.progress import Advance
-from qbench.quantizers.activation_inputs import weights_alone
+from qbench.quantizers.activation_inputs import ATTRIBUTE
 from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.weights import (
@@ -259,10 +260,12 @@ def audit(
         name: Matrix(name=name, weight=layer.weight, linear=True)
         for name, layer in named_ends(original, config.weights).items()
     }
-    with weights_alone(quantized):
-        weights, failures = measure_weights(
-            original, originals, quantized, config, probe, dtypes, progress
-        )
+    inputs = getattr(quantized, ATTRIBUTE, SimpleNamespace())
+    inputs.paused = True  # not rounded
+    weights, failures = measure_weights(
+        original, originals, quantized, config, probe, dtypes, progress
+    )
+    inputs.paused = False
     problems += failures
     # Weights may lie on the format's levels, as those of a copy that was written in 16 bits again.
     exact = config.weights and set(config.parts) == {"weights"} and weights["weight_error"] == 0
