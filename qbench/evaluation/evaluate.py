@@ -124,25 +124,19 @@ class TemplateTask(ConfigurableTask):
         drawn = self.config.num_fewshot or self.config.process_docs is not None  # which may draw
         return super().fewshot_docs() if drawn else None
 
-    def _once(self, make: Callable[[Any, Any], Any], doc: Any, template: Any) -> Any:
-        """Return what ``make``, one of lm-eval's three functions below, gives; twice the same
-        object."""
-        made = self._made.get(id(doc))
+    def _once(self, name: str, doc: Any, template: Any = None) -> Any:
+        """Return what lm-eval's method ``name`` gives for ``doc``; twice the same object."""
+        made, make = self._made.get(id(doc)), getattr(super(), name)
         if made is None or not isinstance(template, str | None):
             return make(doc, template)
-        key = make.__name__, template
+        key = name, template
         if key not in made:
             made[key] = make(doc, template)
         return made[key]
 
-    def doc_to_text(self, doc: Any, doc_to_text: Any = None) -> Any:
-        return self._once(super().doc_to_text, doc, doc_to_text)
-
-    def doc_to_target(self, doc: Any, doc_to_target: Any = None) -> Any:
-        return self._once(super().doc_to_target, doc, doc_to_target)
-
-    def doc_to_choice(self, doc: Any, doc_to_choice: Any = None) -> Any:
-        return self._once(super().doc_to_choice, doc, doc_to_choice)
+    doc_to_text = functools.partialmethod(_once, "doc_to_text")
+    doc_to_target = functools.partialmethod(_once, "doc_to_target")
+    doc_to_choice = functools.partialmethod(_once, "doc_to_choice")
 
     def build_all_requests(self, **settings: Any) -> None:
         """Build the requests once, since models of a process share them, and anew if they may draw
