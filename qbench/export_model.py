@@ -89,7 +89,8 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     )
     if (runtime := cell.quantization.runtime) != "transformers":
         raise ResultsError(
-            f"{name}: {runtime} runs it, not transformers: its files are the model already"
+            f"{name}: {runtime} runs it, not transformers: its files are the model already; "
+            "copy those"
         )
     tokenizer = load_tokenizer(checkpoint)
     if isinstance(cell.quantization.weights, LibraryMade):

@@ -197,8 +197,8 @@ def require_writable(path: Path, option: str = "") -> None:
             raise OSError(errno.EACCES, "is read-only")
         _try(Path(os.path.realpath(path)).parent)
     except (OSError, ValueError) as error:
-        location = f"{option} {path}".strip()
-        raise OutputError(f"{location}: cannot be written ({reason(error)})") from None
+        location, why = f"{option} {path}".strip(), reason(error)
+        raise OutputError(f"{location}: cannot be written ({why}); name another file") from None
 
 
 def require_folder(path: Path, option: str = "") -> None:
@@ -212,7 +212,9 @@ def require_folder(path: Path, option: str = "") -> None:
             raise OutputError(f"{location}: is a file; name a folder")
         _try(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:
-        raise OutputError(f"{location}: cannot be written to ({reason(error)})") from None
+        raise OutputError(
+            f"{location}: cannot be written to ({reason(error)}); name another folder"
+        ) from None
 
 
 def write_page(out: Path, results: Any, table: str) -> list[Path]:

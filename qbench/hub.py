@@ -50,7 +50,7 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
         )
     except Exception as error:
         raise DataError(
-            f"{name} of {dataset} cannot be fetched from the hub: {reason(error)}"
+            f"{name} of {dataset} cannot be fetched from the hub: {reason(error)}; try again"
         ) from error
 
 

@@ -112,7 +112,7 @@ def _make(
     if done.returncode:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         last = lines[-1].strip() if lines else f"exit code {done.returncode}"
-        raise QuantizationError(f"{maker.name}: {maker.package} failed: {last}; its log: {log}")
+        raise QuantizationError(f"{maker.name}: {maker.package} failed: {last}; see its log: {log}")
     log.unlink()
 
 

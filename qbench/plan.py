@@ -154,7 +154,9 @@ def _gguf(source: str, original: Checkpoint) -> Checkpoint:
     if not path.is_file() and on_hub:
         path = hub.snapshot(on_hub[1], None, (on_hub[2],)) / on_hub[2]
     if not path.is_file():
-        raise CheckpointError(f"checkpoint {source}: no such file: {path}")
+        raise CheckpointError(
+            f"checkpoint {source}: no such file: {path}; name DIR/FILE.gguf or OWNER/NAME/FILE.gguf"
+        )
     if original.normalizer not in ("softmax", NATIVE):
         raise CheckpointError(
             f"checkpoint {source}: llama.cpp computes softmax attention, but {original.source} was "

@@ -129,13 +129,13 @@ def read_yaml(path: Path) -> Source:
         lines = dict(_lines(path, root, ()))
         return Source(path, yaml.constructor.construct_document(root), lines)
     except RecursionError:
-        raise RecipeError(f"{path}: nested too deeply") from None
+        raise RecipeError(f"{path}: nested too deeply; write fewer levels") from None
     except (YAMLError, ValueError, KeyError) as error:  # !!int foo, a date in the 13th month
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         words = [getattr(error, name, None) for name in ("context", "problem", "reason")]
         message = " ".join(" ".join(filter(None, words)).split()) or " ".join(str(error).split())
         place = f"{path}:{mark.line + 1}" if mark else path
-        raise RecipeError(f"{place}: cannot be read: {message}") from None
+        raise RecipeError(f"{place}: cannot be read: {message}; correct the YAML") from None
 
 
 def require_no_removed(source: Source) -> None:

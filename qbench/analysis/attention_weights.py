@@ -219,5 +219,7 @@ def _weights(model: PreTrainedModel, ids: Tensor, heads: Sequence[Head]) -> list
         model(input_ids=ids, use_cache=False)
     for layer, head in heads:
         if layer not in seen or head >= len(seen[layer]):
-            raise UnavailableError(f"layer {layer} has no head {head}")
+            raise UnavailableError(
+                f"layer {layer} has no head {head}; name layers and heads of the model, from 0"
+            )
     return [seen[layer][head] for layer, head in heads]

@@ -134,7 +134,10 @@ def _measured(
     losses = torch.cat(seen.losses).double().cpu()
     loss = losses.mean().item()
     if not math.isfinite(loss):
-        raise EvaluationError(f"its loss on the text is {loss}: the model's logits are not numbers")
+        raise EvaluationError(
+            f"its loss on the text is {loss}: the model's logits are not numbers; look at its "
+            "weights, quantizer and dtype"
+        )
     inside = seen.inputs.keys() - seen.left_out
     layers = {
         index: {name: torch.cat([part[name] for part in batches]).cpu() for name in batches[0]}

@@ -132,8 +132,8 @@ def find_positions(
         bounds = token_bounds(mask.padding.bool())
         if bounds is None:
             raise UnavailableError(
-                "a KV cache with sink_tokens needs the tokens of a row side by side; this "
-                "attention_mask has holes"
+                "a KV cache with sink_tokens needs the tokens of a row side by side, and this "
+                "attention_mask has holes; pad at one end"
             )
         return index + mask.kv_offset - bounds[0][:, None]
     if position_ids is not None and queries == key.shape[2]:  # packed without cu_seqlens

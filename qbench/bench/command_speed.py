@@ -54,7 +54,7 @@ def bench_command(
             if done.returncode:
                 lines = done.stderr.strip().splitlines()
                 why = lines[-1] if lines else f"exit code {done.returncode}"
-                raise EvaluationError(f"{about}: {why}; the command was {shlex.join(command)}")
+                raise EvaluationError(f"{about}: {why}; run it alone: {shlex.join(command)}")
 
         run(LM_EVAL, theirs)
         for pattern in cells or [""]:

@@ -112,7 +112,9 @@ def bench_generation(
         few = _requests(min(CHECKED, prompts), min(length, 100), min(tokens, 16), vocabulary)
         wide = _scorer(model.float(), scorer.hflm.tokenizer, length + tokens, batch_size)
         if wide.generate_until(few) != wide.hflm.generate_until(few, disable_tqdm=True):
-            raise EvaluationError("generated answers in float32 differ from lm-eval's HFLM")
+            raise EvaluationError(
+                "generated answers in float32 differ from lm-eval's HFLM; report it"
+            )
 
     measured = []
     for normalizer in normalizers:

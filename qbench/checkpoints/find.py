@@ -149,10 +149,11 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({reason(error)})") from None
     except (ValueError, RecursionError) as error:
-        why = LFS_REMEDY if content.startswith(LFS_POINTER) else f"is not JSON ({error})"
+        why = f"is not JSON ({error}); fetch it again"
+        why = LFS_REMEDY if content.startswith(LFS_POINTER) else why
         raise CheckpointError(f"{path.name} {why}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} is not a JSON object")
+        raise CheckpointError(f"{path.name} is not a JSON object; fetch it again")
     return value
 
 
@@ -162,7 +163,9 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     if not (folder / CONFIG).exists():
         gguf = "name the GGUF file itself, as DIR/FILE.gguf, or a folder with a config.json: "
         raise CheckpointError(
-            f"{gguf}{folder} has none" if quantized else f"no config.json in {folder}"
+            f"{gguf}{folder} has none"
+            if quantized
+            else f"no config.json in {folder}; name the folder that holds it"
         )
     config = read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
@@ -180,7 +183,9 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     if "transformers_weights" in config:  # would load another file than the ones that are checked
         raise CheckpointError("config.json: transformers_weights is not supported; remove it")
     if config.get("is_encoder_decoder"):
-        raise CheckpointError("is_encoder_decoder: true: only causal language models are scored")
+        raise CheckpointError(
+            "is_encoder_decoder: true: only causal language models are scored; leave it out"
+        )
     return config
 
 
@@ -238,7 +243,8 @@ def weight_files(folder: Path) -> list[str]:
                 f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
             )
         raise CheckpointError(
-            f"no {SINGLE} in {folder}, and no {INDEX} that lists other *.safetensors files"
+            f"no {SINGLE} in {folder}, and no {INDEX} that lists other *.safetensors files; save "
+            "the model there with transformers' save_pretrained"
         )
     index = read_json(folder / INDEX)
     files = index.get("weight_map")
@@ -246,14 +252,16 @@ def weight_files(folder: Path) -> list[str]:
         isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
         for name in files.values()
     ):
-        raise CheckpointError(f"{INDEX} has no weight_map from tensor names to *.safetensors files")
+        raise CheckpointError(
+            f"{INDEX} has no weight_map from tensor names to *.safetensors files; fetch it again"
+        )
     if not isinstance(index.get("metadata"), dict):
         raise CheckpointError(
             f'{INDEX} has no metadata, which transformers needs; add "metadata": {{}}'
         )
     listed = sorted(set(files.values()))
     if missing := [name for name in listed if not (folder / name).is_file()]:
-        raise CheckpointError(f"{INDEX} lists {some(missing)}, which is not there")
+        raise CheckpointError(f"{INDEX} lists {some(missing)}, which is not there; fetch it")
     if SINGLE not in listed and (folder / SINGLE).exists():
         raise CheckpointError(f"{SINGLE} is not listed in {INDEX}; remove one of the two")
     return listed
@@ -279,7 +287,7 @@ def read_headers(
         except (SafetensorError, OSError, ValueError) as error:
             with path.open("rb") as file:
                 pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
-            why = f"is not a safetensors file, or a broken one ({error})"
+            why = f"is not a safetensors file, or a broken one ({error}); fetch it again"
             raise CheckpointError(f"{path.name} {LFS_REMEDY if pointer else why}") from None
     allowed = FLOATS | {"I64"}  # the latter of tables, as DeepSeek V4's of experts
     others = [n for n, h in headers.items() if h.dtype not in allowed and not BUFFERS.search(n)]
@@ -470,7 +478,7 @@ def find(
             if parameter.required and parameter.attribute not in attributes:
                 raise CheckpointError(
                     f"missing: {parameter.attribute} of every attention module, which "
-                    f"{trained_with} needs; is qbench_normalizer in config.json right?"
+                    f"{trained_with} needs; correct the normalizer, in config.json or the recipe"
                 )
         files = files_read(folder, weights)
         total, parts = digests(folder, [name for name, *_ in files], weights)

@@ -151,7 +151,7 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
     if (theta is None) == parsed.qbench_rotary:
         raise CheckpointError(
             f"config.json: qbench_rotary {parsed.qbench_rotary} and rope_theta {theta} contradict "
-            "each other: rope_theta is null exactly if the model has no rotary embedding"
+            "each other: set rope_theta to null exactly if the model has no rotary embedding"
         )
     return {
         "model_type": kind,
@@ -192,7 +192,7 @@ def _kind(parsed: Config) -> tuple[str, dict[str, Any]]:
         if not parsed.qbench_rotary:
             raise CheckpointError(
                 f"config.json: qbench_gate {parsed.qbench_gate} without a rotary embedding: no "
-                "class computes that"
+                "class computes that; leave the checkpoint out"
             )
         return "gated-llama", {**fields, "gate": parsed.qbench_gate}
     if not parsed.qbench_rotary:

@@ -198,6 +198,9 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
+FIT = "; correct config.json, or fetch the weights again"
+
+
 def require_fit(report: dict[str, Any], left_over: Iterable[str] = ()) -> None:
     """Raise CheckpointError naming every tensor that transformers' ``report`` calls missing or of
     another shape, or that is ``left_over``."""
@@ -208,7 +211,9 @@ def require_fit(report: dict[str, Any], left_over: Iterable[str] = ()) -> None:
     kinds = {"missing": report["missing_keys"], "left over": left_over, "misshapen": misshapen}
     problems = [f"{kind}: {some(names)}" for kind, of in kinds.items() if (names := sorted(of))]
     if problems:
-        raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
+        raise CheckpointError(
+            f"the tensors do not fit the configuration; {'; '.join(problems)}{FIT}"
+        )
 
 
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -227,7 +232,8 @@ def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
         return GenerationConfig.from_pretrained(checkpoint.folder)
     except Exception as error:  # odd values may raise anything in transformers
         raise CheckpointError(
-            f"generation_config.json: transformers cannot read it: {first_line(error)}"
+            f"generation_config.json: transformers cannot read it: {first_line(error)}; correct or "
+            "remove it"
         ) from error
 
 
@@ -245,9 +251,11 @@ def attach(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
         try:
             module = model.get_submodule(path)
         except AttributeError:
-            raise CheckpointError(f"left over: {name}; the model has no {path}") from None
+            raise CheckpointError(f"left over: {name}; the model has no {path}{FIT}") from None
         if list(tensor.shape) != [heads]:
-            raise CheckpointError(f"misshapen: {name} {list(tensor.shape)} instead of {[heads]}")
+            raise CheckpointError(
+                f"misshapen: {name} {list(tensor.shape)} instead of {[heads]}{FIT}"
+            )
         value = nn.Parameter(tensor.to(model.dtype), requires_grad=False)
         module.register_parameter(attribute, value)
     for attribute in {name.rpartition(".")[2] for name in tensors}:
@@ -258,7 +266,7 @@ def attach(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
             if type(m) in of and attribute not in m._parameters
         ]
         if without:
-            raise CheckpointError(f"missing: {some(without)}")
+            raise CheckpointError(f"missing: {some(without)}{FIT}")
 
 
 # --- quantized by somebody, loaded by transformers' own quantizer of its format

@@ -96,7 +96,9 @@ def export(
         require_folder(model, "--model")
         store, record = find_cell(str(folder))
         if record.status != "ok":
-            raise ResultsError(f"{record.cell}: it failed, so there is no model to export")
+            raise ResultsError(
+                f"{record.cell}: it failed, so there is no model to export; run it again"
+            )
         with redirected(Path(os.devnull)):
             module = importlib.import_module("qbench.export_model")
             line = module.export_model(store, record, model, cache_folder(), weights)

@@ -213,9 +213,9 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
                 "--data DIR"
             ) from error
         line = f"{spec.name}: {spec.definition}: {type(error).__name__}: {first_line(error)}"
-        if spec.files and isinstance(error, (KeyError, TypeError, UndefinedError)):
-            line += "; do its data have the fields that it needs?"
-        raise DataError(line) from error
+        fields = spec.files and isinstance(error, (KeyError, TypeError, UndefinedError))
+        remedy = "do its data have the fields that it needs?" if fields else "leave the task out"
+        raise DataError(f"{line}; {remedy}") from error
     if definition_digest(read_definition(spec.definition)) != spec.definition_digest:
         raise DataError(
             f"{spec.name}: its definition, {spec.definition} or the code beside it, changed "

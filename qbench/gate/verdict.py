@@ -304,7 +304,7 @@ def require_known(given: Mapping[str, float], scores: Collection[Score]) -> None
     for name in given:
         if name not in possible:
             raise RecipeError(
-                f"--margin {name}={given[name]:g}: the baseline has no {name}; possible: "
+                f"--margin {name}={given[name]:g}: the baseline has no {name}; name one of: "
                 f"{', '.join(possible)}"
             )
 

@@ -83,7 +83,7 @@ def read_texts(path: Path, *, most: int | None = None, digest: str | None = None
     ``digest``: the SHA-256 that the file must have. Raises DataError with file and line.
     """
     if not path.is_file():
-        raise DataError(f"{path}: no such file; calibration needs JSON Lines with a text field")
+        raise DataError(f"{path}: no such file; name JSON Lines with a text field")
     if digest not in (None, file_digest(path)):
         raise DataError(f"{path}: the calibration text changed after this run began; run again")
     texts = []

@@ -149,7 +149,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
         and not any(fnmatchcase(path.name, pattern) for pattern in NOT_TOKENIZER)
     ]
     if not files:
-        raise DataError(f"{folder}: no tokenizer there (no tokenizer.json)")
+        raise DataError(f"{folder}: no tokenizer there (no tokenizer.json); name another folder")
     return files
 
 
@@ -282,7 +282,9 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int) -
             f"{about.vocabulary} ids; set model.vocabulary to at least that"
         )
     if recipe.data.bos_first and about.bos is None:
-        raise RecipeError(f"data.bos_first: the tokenizer of {files.folder} has no BOS token")
+        raise RecipeError(
+            f"data.bos_first: the tokenizer of {files.folder} has no BOS token; set it to false"
+        )
     at_once = recipe.batch.sequences * processes
     if recipe.global_batch_size % at_once:
         raise RecipeError(
@@ -327,7 +329,9 @@ def evaluation_ngrams(folder: Path) -> set[int]:
     files."""
     files = sorted(folder.rglob("*.jsonl"))
     if not files:
-        raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
+        raise DataError(
+            f"{folder}: no *.jsonl files of evaluation texts in it; name the folder of --data"
+        )
     values: list[Any] = [row.fields for path in files for row in read_rows(path)[0]]
     ngrams: set[int] = set()
     while values:
@@ -535,7 +539,9 @@ def tokenize(
                     sha256=None if streamed else file_digest(Path(source)),
                 ))  # fmt: skip
         if not tokens["train"]:
-            raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
+            raise DataError(
+                f"{', '.join(sources)}: no documents in it beside those held out; add text"
+            )
         arrays = {
             part: TokenArray(tokens=tokens[part], documents=count[part], sha256=file_digest(path))
             for part, path in paths.items()
@@ -585,7 +591,9 @@ def _tokenizer(
     try:
         fast = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # whatever a broken file makes of the libraries
-        raise DataError(f"--tokenizer {name}: no usable tokenizer ({first_line(error)})") from error
+        raise DataError(
+            f"--tokenizer {name}: no usable tokenizer ({first_line(error)}); name another"
+        ) from error
     fast.backend_tokenizer.encode_special_tokens = True
     fast.backend_tokenizer.no_truncation()
     fast.backend_tokenizer.no_padding()

@@ -214,6 +214,6 @@ def test_commands_are_shares_of_lm_evals_mean(tmp_path, planned, monkeypatch):
     ends, clock = iter([1]), iter(range(4))
     with pytest.raises(
         EvaluationError,
-        match=r"^qbench run, all cells: no memory; the command was .* -m qbench run ",
+        match=r"^qbench run, all cells: no memory; run it alone: .* -m qbench run ",
     ):
         command_speed.bench_command(planned, tmp_path / "r.yaml", [], log=lambda _: None)

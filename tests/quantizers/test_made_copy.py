@@ -79,7 +79,7 @@ def test_a_library_that_fails_is_said_in_a_line_with_its_log(tmp_path, monkeypat
     )
     calibration, log = Calibration(ids=torch.zeros(1, 8, dtype=torch.int64)), tmp_path / "made.log"
     maker = settings_of("awq-4bit", {"group_size": 64})
-    words = f"awq-4bit: gptqmodel failed: ValueError: no such folder; its log: {log}"
+    words = f"awq-4bit: gptqmodel failed: ValueError: no such folder; see its log: {log}"
     with pytest.raises(QuantizationError, match=words):
         made_copy._make(cell, maker, calibration, tmp_path / "out", "cpu", log)
     assert "no such folder" in log.read_text()

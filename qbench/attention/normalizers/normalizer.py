@@ -181,7 +181,7 @@ class Normalizer(ABC):
             if tensor is None and parameter.required:
                 raise UnavailableError(
                     f"{self.name} attention needs its parameter {parameter.name!r} [{heads}], and "
-                    "none was given"
+                    "none was given; pass it in parameters"
                 )
             if tensor is not None and tuple(tensor.shape) != (heads,):
                 raise ValueError(
