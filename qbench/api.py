@@ -61,10 +61,12 @@ def evaluate(
     """Quantize a model, score it and return the results: ``.verdict``, ``.damage``, ``.documents``
     and ``.plot()``.
 
-    ``path_or_mapping`` is a folder or hub id, or a mapping of names to these; ``options`` are
-    those of ``Overrides``, as of ``qbench run``: data, limit, calibration and more. An unquantized
-    column is added if ``quantizers`` has none. Finished cells in the folder ``out`` (default:
-    results/NAME) are reused. Raises QbenchError for what cannot work.
+    ``path_or_mapping`` is a folder or hub id, or a mapping of names to these; ``quantizers`` and
+    ``tasks`` are names as ``qbench list`` prints them, ``device`` cpu or cuda (None: cuda if there
+    is a GPU); ``options`` are those of ``Overrides``, as of ``qbench run``: data, limit,
+    calibration and more. An unquantized column is added if ``quantizers`` has none. Finished cells
+    in the folder ``out`` (default: results/NAME) are reused. Raises QbenchError for what cannot
+    work.
     """
     checkpoints = path_or_mapping
     if isinstance(checkpoints, str | Path):

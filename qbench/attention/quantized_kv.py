@@ -81,7 +81,8 @@ def read(
     position_ids: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``key`` and ``value`` [B, Hkv, Tk, D] as they are read from ``cache``.
+    """Return ``key`` and ``value`` [B, Hkv, Tk, D] as they are read from ``cache``. ``queries``:
+    their number; what follows it is as transformers passes it to an attention function.
 
     Raises UnavailableError if it is unknown where sequences begin, and that matters.
     """

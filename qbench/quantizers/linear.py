@@ -304,7 +304,8 @@ def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """Return a line for each parameter of ``model`` with NaN or infinite values."""
+    """Return a line for each parameter of ``model`` with NaN or infinite values; a streamed model's
+    quantized layers, which have none, are left out."""
     lines: list[str] = []
     sums: dict[str, Tensor] = {}
     for name, weight in list(model.named_parameters()):

@@ -139,7 +139,7 @@ def effects(
     columns: Mapping[object, Column], contrasts: Sequence[Signs], aggregation: str
 ) -> list[Answer]:
     """Return an effect, or why there is none, per contrast: Σ sign · score over the ``columns``
-    that it names, on the documents that all of these have.
+    that it names, on the documents that all of these have. ``aggregation``: one of TESTABLE.
 
     - Values between 0 and 1 (or 0 and 100) with equal weights, such as right-or-wrong answers and
       shares of credit: the score test.

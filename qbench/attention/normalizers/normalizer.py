@@ -132,8 +132,9 @@ class Normalizer(ABC):
     def fraction(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Return numerator [..., N] and denominator [..., 1] of the weights if that is faster than
-        :meth:`weights`, else None. For inference only; it may overwrite ``scores``."""
+        """Return numerator [..., N] and denominator [..., 1] of the weights, with the arguments of
+        :meth:`weights`, if that is faster, else None. For inference only; it may overwrite
+        ``scores``."""
         return None
 
     def attention(
