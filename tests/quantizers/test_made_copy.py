@@ -37,7 +37,7 @@ def recipe_of(folder, *quantizers, checkpoint="softmax"):
 @pytest.mark.parametrize(
     ("quantizer", "checkpoint", "words"),
     [
-        ("exl3-4bit", "softmax", "exl3-4bit: gptqmodel needs a GPU"),
+        ("exl3-4bit", "softmax", "exl3-4bit: run it on a GPU, which gptqmodel needs"),
         ("gguf-q8_0", "softpick", "xllamacpp computes softmax, but .* was trained with softpick"),
         ("gguf-q4_k", "softmax", "gguf-q4_k: groups of 256 do not divide the inputs of .*; take"),
         ("awq-4bit:ignore=[o_proj]", "softmax", "unknown option 'ignore'"),
