@@ -464,7 +464,7 @@ def test_a_path_for_each_checkpoint_and_none_beside_others():
     )  # fmt: skip
     weights = made.quantizers[1].quantization.weights
     assert weights.source("a") == "x"
-    with pytest.raises(RecipeError, match="path has no entry for b; it has a"):
+    with pytest.raises(RecipeError, match=r"add an entry for b to path \(it has a\)"):
         weights.source("b")
     with pytest.raises(ValueError, match="add path: FOLDER_OR_HUB_ID"):
         Recipe.model_validate(
