@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, TextIO
 
 import psutil
@@ -302,55 +301,28 @@ def set_library_env() -> None:
 UNUSED = ("hqq", "torchao", "sklearn", "scipy")
 
 
-class _Marks(ModuleType):
-    """Takes the place of torch's compiler while modules mark functions for it by decorators."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda function=None, *_, **__: function or (lambda marked: marked)
-
-
-class _Models(ModuleType):
-    """Takes the place of ``transformers.models``; imports a model's modules when they are used."""
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and importlib.util.find_spec(f"{self.__name__}.{name}"):
-            return importlib.import_module(f"{self.__name__}.{name}")
-        return getattr(sys.modules["transformers"], name)
-
-
 def import_transformers() -> None:
-    """Import transformers' code of models without what no cell needs, a third of the time: hqq (for
-    a cache), torchao (for saving models), scikit-learn (for assisted decoding), SciPy (for losses
-    of detectors), distributed tensors, torch's compiler (for marks on functions), and a second look
-    into all files of models. The search of all installed files for flash-attn is skipped too."""
+    """Import transformers' code of models without four libraries that no cell needs: hqq (for a
+    cache), torchao (for saving models), scikit-learn (for assisted decoding) and SciPy (for losses
+    of detectors). They bring torch's code generator, a third of the time. The search of all
+    installed files for flash-attn is skipped too."""
     from unittest.mock import patch  # slow to import
 
-    import torch
-
     hidden = [name for name in UNUSED if name not in sys.modules]
-    # None is Python's own way to say that a module cannot be imported
-    modules: dict[str, Any] = dict.fromkeys(hidden)
-    if "torch._dynamo" not in sys.modules:
-        modules["torch._dynamo"] = _Marks("torch._dynamo")
-        modules["torch._dynamo"].__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
+    for name in hidden:
+        # None is Python's own way to say that a module cannot be imported
+        sys.modules[name] = None  # type: ignore[assignment]  # so documented
     flash = any(map(importlib.util.find_spec, ("flash_attn", "flash_attn_interface")))
     lookup = nullcontext() if flash else patch.object(metadata, "packages_distributions", dict)
-    sys.modules.update(modules)
     try:
-        with lookup, patch.object(torch.distributed, "is_available", lambda: False):
-            transformers = importlib.import_module("transformers")
-            if "transformers.models" not in sys.modules:
-                models = sys.modules["transformers.models"] = _Models("transformers.models")
-                models.__path__ = [str(Path(transformers.__file__).parent / "models")]
+        with lookup:
             for name in ("modeling_utils", "generation.utils"):
                 importlib.import_module(f"transformers.{name}")
     finally:
-        for name in modules:
-            del sys.modules[name]
         for name in hidden:
-            getattr(transformers.utils, f"is_{name}_available").cache_clear()
+            del sys.modules[name]
+            utils = importlib.import_module("transformers.utils")
+            getattr(utils, f"is_{name}_available").cache_clear()
 
 
 def terminal() -> AbstractContextManager[TextIO]:

@@ -47,18 +47,6 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
     assert not set(HEAVY) & set(loaded)
 
 
-def test_a_cells_process_starts_without_what_no_cell_needs_and_has_it_when_it_is_used():
-    printed = python(
-        "import sys, qbench.runner.preload\n"
-        "unused = ('torch._dynamo', 'sympy', 'scipy', 'sklearn', 'torchao', 'hqq')\n"
-        "print([name for name in unused if name in sys.modules], 'qbench.cell' in sys.modules)\n"
-        "import torch, transformers, transformers.models.gemma\n"
-        "print(torch.compile(torch.add, backend='eager')(torch.ones(1), 1).item())\n"
-        "print(transformers.models.llama.__name__, transformers.models.LlamaConfig.model_type)"
-    )
-    assert printed.splitlines() == ["[] True", "2.0", "transformers.models.llama llama"]
-
-
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("command", "module"), [("run", "qbench.cell"), ("analyze", "qbench.analysis.analyze_cell")]
