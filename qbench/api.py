@@ -120,9 +120,7 @@ def run(
 
 def compare(folder: str | Path) -> Comparison:
     """Compare all scores of the last run of a results folder: differences with intervals and tests.
-
-    Raises ResultsError for a folder without results or with a damaged file.
-    """
+    Raises ResultsError for a folder without results or with a damaged file."""
     return compare_store(Store(Path(folder)))
 
 

@@ -124,10 +124,8 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
     """Write ``tensors`` by name, and the texts ``about`` as metadata, to the new file ``path``.
-
     Others may read the file (safetensors makes it readable for its owner only). Tensors are not
-    serialized in memory first. Raises OSError if it cannot be written.
-    """
+    serialized in memory first. Raises OSError if it cannot be written."""
     from safetensors.torch import save_file
 
     try:
@@ -170,10 +168,8 @@ def verify_tensors(path: Path, payload: bytes | None = None) -> dict[str, Any]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` once the body has filled it.
-
-    ``path`` may be an empty folder. Raises OutputError if it cannot be written.
-    """
+    """Yield a temporary folder, which is renamed to ``path`` once the body has filled it. ``path``
+    may be an empty folder. Raises OutputError if it cannot be written."""
     making = temporary(path.absolute())
     try:
         shutil.rmtree(making, ignore_errors=True)
@@ -187,10 +183,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def require_writable(path: Path, option: str = "") -> None:
-    """Raise OutputError if ``write_atomically(path, …)`` would fail.
-
-    ``option``, such as ``--summary``, begins the message. Leaves nothing behind.
-    """
+    """Raise OutputError if ``write_atomically(path, …)`` would fail. ``option``, such as
+    ``--summary``, begins the message. Leaves nothing behind."""
     try:
         _require_file(path)
         if path.exists() and not os.access(path, os.W_OK):
@@ -203,9 +197,7 @@ def require_writable(path: Path, option: str = "") -> None:
 
 def require_folder(path: Path, option: str = "") -> None:
     """Raise OutputError if files cannot be written into the folder ``path``, which need not exist.
-
-    ``option`` begins the message. Leaves nothing behind.
-    """
+    ``option`` begins the message. Leaves nothing behind."""
     location = f"{option} {path}".strip()
     try:
         if path.exists() and not path.is_dir():
@@ -233,10 +225,8 @@ def temporary(path: Path) -> Path:
 
 def clean_temporaries(folder: Path) -> list[Path]:
     """Remove temporary files and folders below ``folder`` that killed processes of this host left.
-
     Those of other hosts stay: whether their processes are alive is not known. Returns what was
-    removed.
-    """
+    removed."""
     removed = []
     for path in sorted(Path(folder).rglob(".*.tmp")):
         named = TEMPORARY.fullmatch(path.name)

@@ -23,10 +23,8 @@ UNREACHABLE = {"OfflineModeIsEnabled", "TimeoutException", "NetworkError"}
 
 def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Return the folder with the files of model repository ``hub_id`` that match the globs
-    ``patterns``, at ``revision`` (None: the newest).
-
-    Raises CheckpointError with the hub's reason if they cannot be fetched.
-    """
+    ``patterns``, at ``revision`` (None: the newest). Raises CheckpointError with the hub's reason
+    if they cannot be fetched."""
     try:
         return Path(
             huggingface_hub.snapshot_download(
@@ -55,11 +53,9 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
 
 
 def dataset_commit(dataset: str, revision: str | None = None, name: str | None = None) -> str:
-    """Return the commit id of a data-set repository at ``revision``.
-
-    If the hub cannot be reached, return the commit of the copy of configuration ``name`` that
-    ``datasets`` has in its cache. Raises DataError if there is none.
-    """
+    """Return the commit id of a data-set repository at ``revision``. If the hub cannot be reached,
+    return the commit of the copy of configuration ``name`` that ``datasets`` has in its cache.
+    Raises DataError if there is none."""
     try:
         about = huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS)
         if about.gated:  # its description is public, its files need a permission

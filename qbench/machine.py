@@ -336,11 +336,9 @@ def terminal() -> AbstractContextManager[TextIO]:
 
 @contextmanager
 def redirected(log: Path) -> Iterator[None]:
-    """Append all that is printed, logged or warned in the body to the file ``log``.
-
-    The file descriptors themselves are redirected, since some libraries print to them, and the
-    root logger is restored, since some set its level on import.
-    """
+    """Append all that is printed, logged or warned in the body to the file ``log``. The file
+    descriptors themselves are redirected, since some libraries print to them, and the root logger
+    is restored, since some set its level on import."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -370,11 +368,9 @@ def redirected(log: Path) -> Iterator[None]:
 
 
 def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
-    """Call ``work``; all that it and its libraries print goes to the file ``log``.
-
-    Returns None, or one line on why it failed; a call of ``sys.exit`` counts as a failure. If the
-    GPU then refuses further work, ``broken_device`` returns the reason from now on.
-    """
+    """Call ``work``; all that it and its libraries print goes to the file ``log``. Returns None, or
+    one line on why it failed; a call of ``sys.exit`` counts as a failure. If the GPU then refuses
+    further work, ``broken_device`` returns the reason from now on."""
     global _broken_device
     error = None
     with redirected(log):

@@ -48,10 +48,8 @@ def with_made_copy(
     cell: Cell, calibration: Calibration | None, cache: Path, device: str
 ) -> tuple[Cell, str]:
     """Return ``cell`` with a quantized copy made by its settings' library, and a line that says so.
-
     A copy that an earlier cell made is reused. Raises QuantizationError with the last line of the
-    library's output and the path of its log.
-    """
+    library's output and the path of its log."""
     maker = cell.quantization.weights.fitted(linear_shapes(cell.checkpoint))
     parts = {
         "original": cell.checkpoint.digest,

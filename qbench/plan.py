@@ -633,11 +633,8 @@ def streamable(
 
 def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
     """Return the recipe's tasks, that of its ``answers`` last; and with ``skip_missing`` the names
-    of tasks without data.
-
-    Raises RecipeError for a task that is listed twice, DataError with all problems of their data,
-    also if all tasks would be skipped.
-    """
+    of tasks without data. Raises RecipeError for a task that is listed twice, DataError with all
+    problems of their data, also if all tasks would be skipped."""
     tasks, skipped, missing, problems = [], [], [], []
     leaves = [
         task.model_copy(update={"name": leaf})

@@ -26,11 +26,9 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Maps names to objects of one ``kind``.
-
-    Names consist of letters, digits and . _ + - only, for recipes, tables and paths. Raises
-    RecipeError for an unknown name, ValueError for a name that is registered twice.
-    """
+    """Maps names to objects of one ``kind``. Names consist of letters, digits and . _ + - only, for
+    recipes, tables and paths. Raises RecipeError for an unknown name, ValueError for a name that is
+    registered twice."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -497,10 +497,8 @@ class Recipe(Strict):
     @classmethod
     def load(cls, path: str | Path | None, overrides: Overrides | None = None) -> Recipe:
         """Read and check the recipe ``path``, with parts of it replaced by ``overrides``. Without a
-        ``path`` these give all of it: checkpoints, quantizers and tasks.
-
-        Raises RecipeError, one line per problem.
-        """
+        ``path`` these give all of it: checkpoints, quantizers and tasks. Raises RecipeError, one
+        line per problem."""
         path = Path(path) if path is not None else None
         source = _source(path, overrides or Overrides())
         if {"model", "normalizers"} <= source.values.keys():
@@ -928,11 +926,8 @@ def _in_dtype(entry: Any, unquantized: str) -> Any:
 
 def _group_checkpoints(source: Source) -> None:
     """Replace each checkpoint that is a list, or a path with ``*``, by its trainings: ``softmax``
-    becomes ``softmax.1``, ``softmax.2``, … and a group in ``replicates``.
-
-    Raises RecipeError for fewer than two trainings, and for one with the name of another
-    checkpoint.
-    """
+    becomes ``softmax.1``, ``softmax.2``, … and a group in ``replicates``. Raises RecipeError for
+    fewer than two trainings, and for one with the name of another checkpoint."""
     declared = source.values.get("checkpoints", {})
     made: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}

@@ -188,11 +188,9 @@ GIB = 8 * 2**30  # bits
 
 
 class StoredSize(RecordModel):
-    """The stored size of a cell's weights, by one convention for all formats.
-
-    ``bits_per_weight`` is over all matrices outside embeddings and LM head, with scales, zeros and
-    codebooks; ``head_bits_per_weight`` is None if the head is tied; ``gib`` is of all weights.
-    """
+    """The stored size of a cell's weights, by one convention for all formats. ``bits_per_weight``
+    is over all matrices outside embeddings and LM head, with scales, zeros and codebooks;
+    ``head_bits_per_weight`` is None if the head is tied; ``gib`` is of all weights."""
 
     bits_per_weight: float
     head_bits_per_weight: float | None
@@ -620,10 +618,8 @@ class Record(CellRecord):
 
 class TaskRecord(CellKey):
     """The result of one task of a cell, kept in the cache so that no later run scores it again.
-
     ``key`` is that of the cell with only this task (``store.task_key``); ``digest`` is the task's
-    in ``Record.documents``.
-    """
+    in ``Record.documents``."""
 
     schema_version: int = SCHEMA_VERSION
     kind: Literal["task"] = "task"
@@ -637,11 +633,9 @@ class TaskRecord(CellKey):
 
 
 class RunManifest(RecordModel):
-    """The cells of a run: ``grid.json``, written at its start.
-
-    ``checkpoints`` and ``quantizers`` are in the recipe's order; the first checkpoint is the
-    baseline of Δ. A cell without a record is shown as missing.
-    """
+    """The cells of a run: ``grid.json``, written at its start. ``checkpoints`` and ``quantizers``
+    are in the recipe's order; the first checkpoint is the baseline of Δ. A cell without a record is
+    shown as missing."""
 
     schema_version: int = SCHEMA_VERSION
     name: Line
@@ -765,10 +759,8 @@ class LinearInput(RecordModel):
 
 class PositionBin(RecordModel):
     """A range of positions in the texts, BOS being 0; means over its queries, texts and heads.
-
     ``loss`` is that of predicting the tokens at these positions, in nats, with its standard error
-    over texts; None if there is no token to predict, or one text only.
-    """
+    over texts; None if there is no token to predict, or one text only."""
 
     first: int
     last: int
@@ -910,10 +902,8 @@ def require_checksum(values: dict[str, Any]) -> None:
 
 def read_training(path: Path) -> Training:
     """Return the record of a training in the file ``path``; earlier versions wrote it without
-    checksum.
-
-    Raises ValueError if the file is not such a record, DamagedError if it was changed afterwards.
-    """
+    checksum. Raises ValueError if the file is not such a record, DamagedError if it was changed
+    afterwards."""
     values = json.loads(path.read_bytes())
     if isinstance(values, dict) and CHECKSUM in values:
         try:
@@ -932,9 +922,7 @@ def write_record(path: Path, record: RecordModel) -> None:
 
 def with_checksum(values: dict[str, Any]) -> bytes:
     """Return the JSON text of ``values``, one key per line, with their checksum as the last key.
-
-    The checksum is the SHA-256 of their canonical JSON.
-    """
+    The checksum is the SHA-256 of their canonical JSON."""
     values = {**values, CHECKSUM: content_key(values)}
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"

@@ -153,11 +153,9 @@ def analyze_if_needed(
     progress: Progress,
     force: bool,
 ) -> Analysis | Sensitivity:
-    """Return the valid record of ``cell``; analyze it first if there is none, or if ``force``.
-
-    If another process is analyzing the cell, wait for its record. An unfinished sensitivity is
-    continued, unless ``force``.
-    """
+    """Return the valid record of ``cell``; analyze it first if there is none, or if ``force``. If
+    another process is analyzing the cell, wait for its record. An unfinished sensitivity is
+    continued, unless ``force``."""
     requested = datetime.now(UTC)
     with FileLock(analyses.path(cell.grid_cell, ".lock")):
         progress.begin(cell.name)

@@ -30,9 +30,7 @@ class TextSource:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalysisSettings:
     """At most ``samples`` texts, each cut to its first ``length`` tokens, BOS counted if ``bos``.
-
-    ``blocks``: a sensitivity quantizes decoder layers one at a time, not linear layers.
-    """
+    ``blocks``: a sensitivity quantizes decoder layers one at a time, not linear layers."""
 
     source: TextSource
     samples: int

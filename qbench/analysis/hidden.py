@@ -44,12 +44,9 @@ class Massive(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class States:
-    """Statistics of one layer's hidden states.
-
-    ``rows`` [N, 7], one per text of T · D values: Σ x, Σ x², Σ x³, Σ x⁴, lowest, highest, median
-    magnitude; float64, on the model's device.
-    ``counts``: see :func:`counts`.
-    """
+    """Statistics of one layer's hidden states. ``rows`` [N, 7], one per text of T · D values: Σ x,
+    Σ x², Σ x³, Σ x⁴, lowest, highest, median magnitude; float64, on the model's device. ``counts``:
+    see :func:`counts`."""
 
     values: int = 0  # of one text
     rows: list[Tensor] = field(default_factory=list)
@@ -145,11 +142,8 @@ def counts(values: Tensor) -> Tensor:
 
 def quantiles(pattern_counts: Tensor, *, exact: bool) -> dict[str, float]:
     """Return the quantiles, by level as text, at LEVELS from ``pattern_counts``, the int64 [BINS]
-    of :func:`counts`.
-
-    ``exact``: the values were bfloat16, so that each pattern is one value. Otherwise it is a range
-    of values, and its middle is returned, at most 0.4 % off.
-    """
+    of :func:`counts`. ``exact``: the values were bfloat16, so that each pattern is one value.
+    Otherwise it is a range of values, and its middle is returned, at most 0.4 % off."""
     patterns = torch.arange(BINS, dtype=torch.int32) << 16
     values = (patterns + (0 if exact else 1 << 15)).view(torch.float32)
     values[patterns << 1 == 0] = 0.0  # of either sign

@@ -45,11 +45,8 @@ def attention_observed(
     model: PreTrainedModel, observe: Callable[[nn.Module, Call], None]
 ) -> Iterator[None]:
     """Call ``observe(attention module, call)`` after each call of qbench's attention in ``model``,
-    without padding and cache.
-
-    Raises UnavailableError for a model whose attention is not qbench's, since its weights could
-    differ from those that are computed again by their definition.
-    """
+    without padding and cache. Raises UnavailableError for a model whose attention is not qbench's,
+    since its weights could differ from those that are computed again by their definition."""
     name = model.config._attn_implementation
     chosen = getattr(model.config, "qbench_normalizer", None)
     if chosen is None or not str(name).startswith(f"qbench-{chosen}-"):

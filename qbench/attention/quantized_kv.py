@@ -35,12 +35,9 @@ class KVTrace(NamedTuple):
 
 
 class QuantizedKVCache(ABC):
-    """Base class of a KV cache of few bits, carried by an attention module.
-
-    ``sink_tokens``: tokens at the beginning of a sequence that stay unquantized. ``one_scale``: all
-    keys of a call share a scale, and all values. ``watch``, if set, is called with each call's
-    module and trace.
-    """
+    """Base class of a KV cache of few bits, carried by an attention module. ``sink_tokens``: tokens
+    at the beginning of a sequence that stay unquantized. ``one_scale``: all keys of a call share a
+    scale, and all values. ``watch``, if set, is called with each call's module and trace."""
 
     sink_tokens: int = 0
     one_scale: bool = False
@@ -48,11 +45,9 @@ class QuantizedKVCache(ABC):
 
     @abstractmethod
     def rounded(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """Return keys or values ``x`` [B, H, T, D] as they are read back.
-
-        ``positions`` int32 [B or 1, T]: each token's index in its own sequence, negative for
-        padding; None if there are no ``sink_tokens``.
-        """
+        """Return keys or values ``x`` [B, H, T, D] as they are read back. ``positions`` int32 [B or
+        1, T]: each token's index in its own sequence, negative for padding; None if there are no
+        ``sink_tokens``."""
 
 
 def needs_sequences(model: nn.Module) -> bool:
@@ -82,10 +77,8 @@ def read(
     cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``key`` and ``value`` [B, Hkv, Tk, D] as they are read from ``cache``. ``queries``:
-    their number; what follows it is as transformers passes it to an attention function.
-
-    Raises UnavailableError if it is unknown where sequences begin, and that matters.
-    """
+    their number; what follows it is as transformers passes it to an attention function. Raises
+    UnavailableError if it is unknown where sequences begin, and that matters."""
     positions = None
     if cache.sink_tokens or cache.watch is not None:
         positions = find_positions(key, queries, mask, position_ids, cu_seqlens_k)
@@ -114,9 +107,7 @@ def find_positions(
     cu_seqlens_k: Tensor | None,
 ) -> Tensor:
     """Return each key's index in its own sequence, int32 [B or 1, Tk]; negative for left padding.
-
-    Raises UnavailableError for masks that do not say where sequences begin.
-    """
+    Raises UnavailableError for masks that do not say where sequences begin."""
     index = torch.arange(key.shape[2], device=key.device, dtype=torch.int32)[None]
     if cu_seqlens_k is not None:
         edges = cu_seqlens_k.to(torch.int32)

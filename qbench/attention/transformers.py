@@ -73,11 +73,8 @@ def set_attention(model: PreTrainedModel, *, normalizer: str, implementation: st
 @contextmanager
 def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
     """Make every row of ``model``'s attention the same bits within the body, whatever the other
-    rows hold.
-
-    A kernel's tile computes several rows, and what it skips or rescales depends on all of them. So
-    a model on our kernels runs the reference here, which multiplies row by row.
-    """
+    rows hold. A kernel's tile computes several rows, and what it skips or rescales depends on all
+    of them. So a model on our kernels runs the reference here, which multiplies row by row."""
     name = model.config._attn_implementation or ""
     if not (name.startswith("qbench-") and name.endswith("-triton")):
         yield

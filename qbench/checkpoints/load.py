@@ -238,11 +238,9 @@ def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
 
 
 def attach(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Put ``tensors`` [heads] by name into the attention modules of ``model``, in its dtype.
-
-    Raises CheckpointError for a missing module, for a shape that is not the parameter's, and for a
-    module that lacks what others of its class have.
-    """
+    """Put ``tensors`` [heads] by name into the attention modules of ``model``, in its dtype. Raises
+    CheckpointError for a missing module, for a shape that is not the parameter's, and for a module
+    that lacks what others of its class have."""
     if not tensors:  # models without attention heads are refused by name elsewhere
         return
     heads = model.config.num_attention_heads
@@ -413,11 +411,8 @@ def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
 
 @torch.inference_mode()
 def require_finite(model: PreTrainedModel) -> None:
-    """Raise CheckpointError naming every weight with a NaN or infinite value.
-
-    The sum of a tensor, which is fast, is not finite where a value is not: only then they are
-    counted.
-    """
+    """Raise CheckpointError naming every weight with a NaN or infinite value. The sum of a tensor,
+    which is fast, is not finite where a value is not: only then they are counted."""
     buffers = dict(model.named_buffers())  # of which masks may hold -inf
     lines = []
     for name, tensor in (*model.named_parameters(), *buffers.items()):
@@ -461,9 +456,7 @@ def unlike_files(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
 
 def require_stored_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
     """Raise CheckpointError if a tied model's files hold another output matrix than the embeddings.
-
-    transformers drops it or unties it with a warning only, by version, and lm-eval ties it anew.
-    """
+    transformers drops it or unties it with a warning only, by version, and lm-eval ties it anew."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or not model.config.tie_word_embeddings:
         return

@@ -64,10 +64,8 @@ class Launcher:
     description: str = ""
 
     def plan(self, only: str | None = None, *, show: bool = False) -> Plan:
-        """Plan the recipe on this device.
-
-        Raises RecipeError if a cell that matches ``only`` can never run, unless ``show`` is true.
-        """
+        """Plan the recipe on this device. Raises RecipeError if a cell that matches ``only`` can
+        never run, unless ``show`` is true."""
         return plan_recipe(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
 
     @contextlib.contextmanager
@@ -108,12 +106,9 @@ def launch(
     gpus: str | None,
     workers: int | None,
 ) -> Iterator[Launcher]:
-    """Start what runs the cells; yield a launcher with its executor.
-
-    ``cells`` is the number of cells; the others are options of ``qbench run``. Without an executor
-    ``launcher`` itself is yielded. Raises QbenchError for what is not there, and for options that
-    exclude each other.
-    """
+    """Start what runs the cells; yield a launcher with its executor. ``cells`` is the number of
+    cells; the others are options of ``qbench run``. Without an executor ``launcher`` itself is
+    yielded. Raises QbenchError for what is not there, and for options that exclude each other."""
     device_map = launcher.recipe.evaluation.device_map
     places = {
         "evaluation.device_map": device_map, "--cluster": cluster, "--gpus": gpus,

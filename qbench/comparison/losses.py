@@ -118,10 +118,8 @@ def score_losses(
     comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]], primary: str
 ) -> Losses:
     """Return what quantized cells lose in the score ``primary``, TASK/METRIC; cells that cannot be
-    compared with their unquantized one are left out.
-
-    ``columns``: task → (cell, metric) → outcomes.
-    """
+    compared with their unquantized one are left out. ``columns``: task → (cell, metric) →
+    outcomes."""
     task, _, metric = primary.partition("/")
     rows = [row for row in comparison.lines if (row.task, row.metric) == (task, metric)]
     aggregation = rows[0].aggregation if rows else ""

@@ -59,10 +59,8 @@ def flips_of(
     comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]]
 ) -> dict[str, ByTask]:
     """Return the flips of every quantized cell against the unquantized cell of its checkpoint;
-    cells without scores, or without such a cell, are left out.
-
-    ``columns``: the outcomes by task, then by cell and metric.
-    """
+    cells without scores, or without such a cell, are left out. ``columns``: the outcomes by task,
+    then by cell and metric."""
     by_cell: dict[str, dict[Name, Column]] = defaultdict(dict)
     for task in comparison.grid.tasks:  # groups have sums of theirs
         for (cell, metric), column in columns.get(task, {}).items():

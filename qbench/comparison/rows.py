@@ -75,10 +75,8 @@ def text(a: Record, b: Record) -> str:
 
 def find_cell(name: str) -> tuple[Store, Record]:
     """Return the store and the record called ``name``: a record's JSON file, or
-    DIR/CHECKPOINT/QUANTIZER.
-
-    Raises ResultsError where there is none, naming the folder's cells, or it is damaged.
-    """
+    DIR/CHECKPOINT/QUANTIZER. Raises ResultsError where there is none, naming the folder's cells, or
+    it is damaged."""
     path = Path(name)
     if path.is_file():
         if b'"key_parts"' not in path.read_bytes():

@@ -40,11 +40,9 @@ class Outcomes:
 
 
 def distributions(measured: pd.DataFrame) -> Distributions:
-    """Summarize a row per scored token with the columns ``kl``, ``agrees`` and ``document``.
-
-    ``kl`` is Σ p ln(p/q) over the vocabulary in nats, p unquantized, q quantized. Its standard
-    error is over documents.
-    """
+    """Summarize a row per scored token with the columns ``kl``, ``agrees`` and ``document``. ``kl``
+    is Σ p ln(p/q) over the vocabulary in nats, p unquantized, q quantized. Its standard error is
+    over documents."""
     kl, document = measured["kl"].to_numpy(), measured["document"].to_numpy()
     # tokens of one document are not independent
     _, indexes = np.unique(document, return_inverse=True)

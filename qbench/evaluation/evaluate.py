@@ -342,10 +342,8 @@ def _written(value: Any) -> str:
 @functools.lru_cache(maxsize=KEPT)
 def check_documents(task: LoadedTask, limit: int | None = None) -> None:
     """Raise DataError if one of the first ``limit`` documents has an empty prompt or no right
-    answer: its label may be missing, hidden (−1) or outside the choices.
-
-    Tasks with a ``process_results`` of their own are only checked for targets that cannot be made.
-    """
+    answer: its label may be missing, hidden (−1) or outside the choices. Tasks with a
+    ``process_results`` of their own are only checked for targets that cannot be made."""
     problems = []
     documents = list(itertools.islice(task.task.eval_docs, limit))
     for number, document in enumerate(documents):
@@ -441,11 +439,8 @@ class _Sample:
 
 def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     """Score one task with ``model``; return scores and tables. Batches hold requests of this task
-    only.
-
-    Raises DataError if a document has an empty prompt or no right answer, EvaluationError if a
-    log-likelihood or a score is not a number.
-    """
+    only. Raises DataError if a document has an empty prompt or no right answer, EvaluationError if
+    a log-likelihood or a score is not a number."""
     ask(model, task, settings)
     return judge(task, settings)
 
@@ -532,10 +527,8 @@ def build_ahead(tasks: Sequence[LoadedTask], settings: ScoringSettings) -> None:
 
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:
     """Build the ``instances`` of an lm-eval task as its ``simple_evaluate`` does. ``settings.seed``
-    is added to lm-eval's seeds. ``model`` has the chat template for ``settings.chat``.
-
-    Raises EvaluationError if a system role is needed and the template has none.
-    """
+    is added to lm-eval's seeds. ``model`` has the chat template for ``settings.chat``. Raises
+    EvaluationError if a system role is needed and the template has none."""
     seed_generators(settings.seed)
     TaskManager(include_defaults=False).load([task])  # asks for its name, which draws each time
     if task.get_config("num_fewshot") is None:

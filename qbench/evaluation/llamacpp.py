@@ -145,11 +145,9 @@ MIXED_TOLERANCE = 0.2  # relative, of logits: llama.cpp rounds inputs of product
 
 
 class LlamaCpp:
-    """A GGUF file loaded by llama.cpp, which computes on the CPU.
-
-    ``context``: the most tokens of a request. ``shell``: the original's transformers model without
-    weights, from which lm-eval takes settings.
-    """
+    """A GGUF file loaded by llama.cpp, which computes on the CPU. ``context``: the most tokens of a
+    request. ``shell``: the original's transformers model without weights, from which lm-eval takes
+    settings."""
 
     def __init__(self, path: Path, *, context: int, shell: Any) -> None:
         self._library = library = load_library()

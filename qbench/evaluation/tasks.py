@@ -367,11 +367,9 @@ class HubData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSpec:
-    """A task whose definition and data are located and hashed, but not loaded.
-
-    ``digest`` covers all that can change its prompts: the definition with the code that it names,
-    and its local files' bytes or its data set's commit.
-    """
+    """A task whose definition and data are located and hashed, but not loaded. ``digest`` covers
+    all that can change its prompts: the definition with the code that it names, and its local
+    files' bytes or its data set's commit."""
 
     name: str
     label: str  # as tables show it: the name, and the file of its split if that differs
@@ -480,10 +478,8 @@ def plan_answers(
     prompts: str, settings: AnswerSettings, *, data: Path | None, definitions: Path | None
 ) -> TaskSpec:
     """Return the task ``ANSWERS`` with the prompts of ``prompts``: a JSON Lines file,
-    ``chat_prompts`` (those that come with qbench), or, with ``settings.from_task``, a task.
-
-    Raises DataError for a file or task without prompts, RecipeError for an unknown task.
-    """
+    ``chat_prompts`` (those that come with qbench), or, with ``settings.from_task``, a task. Raises
+    DataError for a file or task without prompts, RecipeError for an unknown task."""
     if settings.from_task:
         spec = plan_task(prompts, data=data, definitions=definitions)
         if spec.output_type == "loglikelihood_rolling":

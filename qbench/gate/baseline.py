@@ -29,11 +29,8 @@ REMEDY = "make it with `qbench baseline DIR --out FILE`"
 @dataclass(frozen=True, slots=True, eq=False)
 class CellResults:
     """Hold one cell's record, its scores and their outcomes. Scores that repeat another of the same
-    task are left out.
-
-    The column of a score without a test, such as bleu, is empty. ``variances``: of the mean over
-    each prompt's drawn answers.
-    """
+    task are left out. The column of a score without a test, such as bleu, is empty. ``variances``:
+    of the mean over each prompt's drawn answers."""
 
     record: Record
     columns: Mapping[Name, Column]
@@ -80,11 +77,9 @@ def read_results(store: Store) -> ResultSet:
 
 
 def make(store: Store, out: Path, *, replace: bool = False) -> None:
-    """Write the baseline of a results folder to the file ``out``.
-
-    Raises ResultsError if a cell is missing, failed or unaudited, a task failed or a score is not
-    finite; if ``out`` exists, without ``replace`` or as a file of another kind.
-    """
+    """Write the baseline of a results folder to the file ``out``. Raises ResultsError if a cell is
+    missing, failed or unaudited, a task failed or a score is not finite; if ``out`` exists, without
+    ``replace`` or as a file of another kind."""
     results = read_results(store)
     unfit = [*results.broken.items()]
     for cell, scored in results.cells.items():

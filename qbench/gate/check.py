@@ -65,10 +65,8 @@ def require_same(
     across: Collection[str],
 ) -> list[str]:
     """Return a line for each part of the keys that differs, with its cells; cells that one side
-    lacks and parts ``LEFT_OUT`` are not compared.
-
-    Raises ResultsError if checkpoint or normalizer differ, unless ``across`` names that part.
-    """
+    lacks and parts ``LEFT_OUT`` are not compared. Raises ResultsError if checkpoint or normalizer
+    differ, unless ``across`` names that part."""
     changes: dict[tuple[str, str, str], list[str]] = {}
     cells = [cell for cell in old if cell in new]
     for cell in cells:

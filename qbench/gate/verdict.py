@@ -273,11 +273,9 @@ class Margin:
 
 
 def parse_margins(texts: Sequence[str]) -> dict[str, float]:
-    """Return the margins by metric of texts such as ``["acc=0.5", "word_perplexity=1"]``.
-
-    ``acc`` and ``perplexity`` mean all accuracies and all perplexities that are not named, a
-    metric's name for it with any of lm-eval's filters. Raises RecipeError for any other text.
-    """
+    """Return the margins by metric of texts such as ``["acc=0.5", "word_perplexity=1"]``. ``acc``
+    and ``perplexity`` mean all accuracies and all perplexities that are not named, a metric's name
+    for it with any of lm-eval's filters. Raises RecipeError for any other text."""
     margins = {}
     for text in texts:
         metric, _, number = text.rpartition("=")

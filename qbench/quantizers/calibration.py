@@ -48,11 +48,8 @@ class Calibration:
 
 def read_calibration(text: CalibrationText, tokenizer: PreTrainedTokenizerBase) -> Calibration:
     """Return the windows of ``text`` as token ids, without special tokens except a BOS at the
-    beginning if ``text.bos``.
-
-    Raises DataError for a malformed or changed file, too little text, or a tokenizer without the
-    BOS that is needed.
-    """
+    beginning if ``text.bos``. Raises DataError for a malformed or changed file, too little text, or
+    a tokenizer without the BOS that is needed."""
     if text.bos and tokenizer.bos_token_id is None:
         raise DataError(
             "calibration text begins with BOS, but this tokenizer has none; set add_bos: false"

@@ -258,11 +258,8 @@ class WeightSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
     """Holds the precision of a cell, and what follows from it. ``weights`` None: unquantized, in
-    ``dtype``.
-
-    A transform comes first. Then activations and KV cache are calibrated on the transformed model
-    with unquantized weights. The weights are quantized last.
-    """
+    ``dtype``. A transform comes first. Then activations and KV cache are calibrated on the
+    transformed model with unquantized weights. The weights are quantized last."""
 
     weights: WeightSettings | None = None
     activations: Settings | None = None

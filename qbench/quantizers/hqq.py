@@ -90,11 +90,9 @@ def unpack(module: nn.Module, settings: Hqq) -> PackedWeight | None:
 
 
 def decode(module: HQQLinear, settings: Hqq) -> Tensor:
-    """Return the weight, float32 [out, in], from codes, zeros and scales.
-
-    The rows of the grouped weight are cut into as many parts as codes fit into a word; the first
-    part lies in the highest bits. Ten codes of 3 bits lie in the lower 30 bits of 32.
-    """
+    """Return the weight, float32 [out, in], from codes, zeros and scales. The rows of the grouped
+    weight are cut into as many parts as codes fit into a word; the first part lies in the highest
+    bits. Ten codes of 3 bits lie in the lower 30 bits of 32."""
     words, bits, shape = module.W_q.data, settings.num_bits, module.meta["shape"]
     fit = 10 if bits == 3 else 8 // bits
     parts = [(words >> bits * (fit - 1 - index)) & (2**bits - 1) for index in range(fit)]

@@ -179,10 +179,8 @@ def kept_weight(
 
 class DequantizedLinear(nn.Module):
     """A linear layer that multiplies by its dequantized stored weight, kept as ``kept_weight``
-    says.
-
-    It replaces ``layer`` and has its dtype. The stored ``tensors`` are its buffers, by name.
-    """
+    says. It replaces ``layer`` and has its dtype. The stored ``tensors`` are its buffers, by
+    name."""
 
     def __init__(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], settings: WeightSettings
@@ -219,9 +217,7 @@ class DequantizedLinear(nn.Module):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
     """Holds a weight matrix in the layout of a linear layer, [out, in], or [experts, …].
-
-    ``linear``: a linear layer multiplies by it, after ``linearize``.
-    """
+    ``linear``: a linear layer multiplies by it, after ``linearize``."""
 
     name: str  # the parameter's, without ".weight"
     weight: Tensor

@@ -95,10 +95,8 @@ class Artifact:
         self.path = Path(root) / original[:DIGITS] / name
 
     def read(self, device: torch.device) -> tuple[dict[str, Tensor], str] | None:
-        """Return the tensors by name and their note; None if there is no artifact.
-
-        Raises OSError or ValueError if the file is damaged.
-        """
+        """Return the tensors by name and their note; None if there is no artifact. Raises OSError
+        or ValueError if the file is damaged."""
         if not self.path.exists():
             return None
         # Not mapped: a mapped file could change, or end, under a running model.

@@ -120,11 +120,8 @@ def settings_of(
     name: str, options: Mapping[str, Any] | None = None, *, compute_dtype: str | None = None
 ) -> Any:
     """Return the settings of a registered ``name`` with ``options``, defaults filled in;
-    ``compute_dtype`` is the default of that option.
-
-    Raises RecipeError, which lists the possible ones, for an unknown name or option, a wrong type
-    or an impossible value.
-    """
+    ``compute_dtype`` is the default of that option. Raises RecipeError, which lists the possible
+    ones, for an unknown name or option, a wrong type or an impossible value."""
     if name in removed.QUANTIZERS:
         raise RecipeError(f"{name} was removed: {removed.QUANTIZERS[name]}")
     if name not in METHODS:

@@ -37,11 +37,9 @@ class CalibrationText:
 
 
 def find_text(address: str, *, data: Path | None) -> Path:
-    """Return the local file of a calibration ``address``, a path or a file of the hub.
-
-    With a ``data`` folder the hub is not used: the only file of a folder ``calibration`` in
-    ``data`` or beside it takes the place of the hub's. Raises RecipeError and DataError.
-    """
+    """Return the local file of a calibration ``address``, a path or a file of the hub. With a
+    ``data`` folder the hub is not used: the only file of a folder ``calibration`` in ``data`` or
+    beside it takes the place of the hub's. Raises RecipeError and DataError."""
     if not address.startswith(HUB_FILE):
         return Path(address).resolve()
     if data is not None:
@@ -78,10 +76,8 @@ def find_text(address: str, *, data: Path | None) -> Path:
 
 def read_texts(path: Path, *, most: int | None = None, digest: str | None = None) -> list[str]:
     """Return the ``text`` of each of the first ``most`` lines (None: all) of a JSON Lines file,
-    blank lines left out.
-
-    ``digest``: the SHA-256 that the file must have. Raises DataError with file and line.
-    """
+    blank lines left out. ``digest``: the SHA-256 that the file must have. Raises DataError with
+    file and line."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; name JSON Lines with a text field")
     if digest not in (None, file_digest(path)):

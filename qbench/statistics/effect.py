@@ -345,11 +345,9 @@ def holm(p: ArrayLike) -> Floats:
 
 
 def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
-    """Return how many documents tell a difference ``gap`` from the margin, with 80 % power.
-
-    With a gap of the full margin: how many show that a quantizer that changes nothing stays within
-    it. The standard error shrinks as 1/√n. None if the gap is 0: no number suffices.
-    """
+    """Return how many documents tell a difference ``gap`` from the margin, with 80 % power. With a
+    gap of the full margin: how many show that a quantizer that changes nothing stays within it. The
+    standard error shrinks as 1/√n. None if the gap is 0: no number suffices."""
     if gap <= 0:
         return None
     ratio = float(special.ndtri(CONFIDENCE) + special.ndtri(POWER)) * stderr / gap

@@ -26,11 +26,9 @@ Signs = Mapping[object, float]  # name of a column → its sign in a sum
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """Hold one metric of one cell, summed by document.
-
-    ``documents`` is sorted and unique; ``values`` and ``weights`` are sums over the document's
-    rows, so that a document with several rows is one unit (cluster) of every statistic.
-    """
+    """Hold one metric of one cell, summed by document. ``documents`` is sorted and unique;
+    ``values`` and ``weights`` are sums over the document's rows, so that a document with several
+    rows is one unit (cluster) of every statistic."""
 
     documents: NDArray
     values: Floats
@@ -162,11 +160,9 @@ class Scores:
         self.shares, self.errors = shares, error_of(shares)
 
     def contrasts(self, signs: Floats) -> Contrasts:
-        """Return the contrasts of ``signs`` [contrasts, columns].
-
-        Estimate and error are exactly 0 if the terms cancel up to rounding. Accuracies of equally
-        many documents are subtracted as counts.
-        """
+        """Return the contrasts of ``signs`` [contrasts, columns]. Estimate and error are exactly 0
+        if the terms cancel up to rounding. Accuracies of equally many documents are subtracted as
+        counts."""
         mostly_zeros = sparse.csr_array(signs)
         terms, steps = mostly_zeros @ self.shares, mostly_zeros @ self.values
         stderr = error_of(terms)

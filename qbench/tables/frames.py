@@ -121,11 +121,9 @@ SEED_COLUMNS = (
 
 
 def seeds_csv(comparison: Comparison) -> str:
-    """Return the effects over seeds as CSV, one per row.
-
-    ``kind``: whether the numbers are a difference in the score's units or a log ratio; for a score
-    the logarithm itself. ``of_seeds``: share of the variance that comes from the seeds.
-    """
+    """Return the effects over seeds as CSV, one per row. ``kind``: whether the numbers are a
+    difference in the score's units or a log ratio; for a score the logarithm itself. ``of_seeds``:
+    share of the variance that comes from the seeds."""
     rows = [
         {
             **_about(line),
@@ -143,10 +141,8 @@ def seeds_csv(comparison: Comparison) -> str:
 
 def printed_table(comparison: Comparison, published: str) -> list[Table]:
     """Return the table of a paper's printed scores beside ours, for cells that both have.
-
     ``published`` is a paper and the size of its models in ``published.csv``, such as softpick-340m.
-    Raises RecipeError if it is unknown.
-    """
+    Raises RecipeError if it is unknown."""
     text = resources.files(__package__).joinpath("published.csv").read_text("utf-8")
     printed = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     sets = printed.paper + "-" + printed.scale.str.lower()

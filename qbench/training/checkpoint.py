@@ -102,10 +102,8 @@ class Run:
         self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> Progress:
         """Restore parameters and optimizer from ``save_state``'s file, bit for bit, and return its
-        progress; without a file change nothing and return the progress of a new training.
-
-        Raises TrainingError if the state has other settings or is damaged.
-        """
+        progress; without a file change nothing and return the progress of a new training. Raises
+        TrainingError if the state has other settings or is damaged."""
         if not self.state.exists():
             return Progress(settings=self.settings_digest)
         try:
@@ -135,11 +133,8 @@ class Run:
 
     def save(self, model: LlamaForCausalLM, folder: Path) -> None:
         """Write ``model`` as a checkpoint of transformers, with bfloat16 weights, and the token
-        files' tokenizer.
-
-        Each file is replaced in one step, ``config.json`` last: a folder without it is no
-        checkpoint.
-        """
+        files' tokenizer. Each file is replaced in one step, ``config.json`` last: a folder without
+        it is no checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).unlink(missing_ok=True)
         tensors = {
@@ -171,10 +166,8 @@ class Run:
         return {path.relative_to(self.folder).as_posix(): file_digest(path) for path in paths}
 
     def finished(self) -> Training | None:
-        """Return the record of the training; None if it is not finished.
-
-        Raises TrainingError if its settings differ, or if a file was changed.
-        """
+        """Return the record of the training; None if it is not finished. Raises TrainingError if
+        its settings differ, or if a file was changed."""
         path = self.folder / TRAINING_FILE
         if not path.is_file():
             return None

@@ -110,9 +110,7 @@ class TokenFiles:
 
 def read_token_files(folder: Path) -> TokenFiles:
     """Return the token files in ``folder``, after hashing all bytes (about a gigabyte per second).
-
-    Raises DataError if the folder holds none, or if a file was changed.
-    """
+    Raises DataError if the folder holds none, or if a file was changed."""
     path = folder / ABOUT
     if not path.is_file():
         raise DataError(
@@ -169,11 +167,9 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sequences:
-    """Token ids cut into rows of ``context`` + 1 ids: every token but the first is predicted.
-
-    Rows follow one another without a gap. Without ``bos`` the last token of a row is the first of
-    the next; with it each row begins with that id instead.
-    """
+    """Token ids cut into rows of ``context`` + 1 ids: every token but the first is predicted. Rows
+    follow one another without a gap. Without ``bos`` the last token of a row is the first of the
+    next; with it each row begins with that id instead."""
 
     tokens: NDArray[np.unsignedinteger]
     context: int
@@ -235,9 +231,7 @@ def dataloader(
 def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
     """Return ``watch.samples`` rows of ``watch.length`` ids for evaluation: the first held-out
     documents that are long enough, each as BOS, if the tokenizer has one, and its first tokens.
-
-    Raises DataError if there are too few.
-    """
+    Raises DataError if there are too few."""
     bos = files.about.bos
     begin = [] if bos is None else [bos]
     room = recipe.watched_length - len(begin)

@@ -122,17 +122,13 @@ class Step:
 
 
 class Trainer:
-    """Trains one run. ``log`` is called with one line per logged step.
-
-    Losses stay on the device until they are logged, since reading them would make the device wait.
-    """
+    """Trains one run. ``log`` is called with one line per logged step. Losses stay on the device
+    until they are logged, since reading them would make the device wait."""
 
     def __init__(self, run: Run, *, processes: PartialState, log: Callable[[str], None]) -> None:
-        """Build the model and restore the saved state, if there is one.
-
-        Raises TrainingError if the state has other settings or held-out texts, DataError for too
-        few held-out texts, UnavailableError if the attention implementation cannot run.
-        """
+        """Build the model and restore the saved state, if there is one. Raises TrainingError if the
+        state has other settings or held-out texts, DataError for too few held-out texts,
+        UnavailableError if the attention implementation cannot run."""
         recipe = run.recipe
         self.run, self.processes, self.print = run, processes, log
         self.model, self.attention = initial_model(
@@ -158,11 +154,8 @@ class Trainer:
         self._began = 0.0
 
     def train(self, stop_after: int | None) -> None:
-        """Take the steps that are left, or ``stop_after`` of them.
-
-        Raises TrainingError if the loss is not finite or far above the lowest so far; the last good
-        state is kept.
-        """
+        """Take the steps that are left, or ``stop_after`` of them. Raises TrainingError if the loss
+        is not finite or far above the lowest so far; the last good state is kept."""
         run, recipe, progress = self.run, self.run.recipe, self.progress
         first = progress.step
         last = min(recipe.steps, first + (stop_after or recipe.steps))
@@ -263,11 +256,9 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
-        """Measure the model on the held-out texts, and save it if it is the best so far.
-
-        It is measured as ``qbench analyze`` would measure the checkpoint: a copy with weights
-        rounded to bfloat16. Raises TrainingError if the model gives no numbers.
-        """
+        """Measure the model on the held-out texts, and save it if it is the best so far. It is
+        measured as ``qbench analyze`` would measure the checkpoint: a copy with weights rounded to
+        bfloat16. Raises TrainingError if the model gives no numbers."""
         progress, step = self.progress, self.progress.step
         if self.processes.is_main_process:
             dtype = getattr(torch, self.run.recipe.compute.precision)

@@ -105,10 +105,8 @@ class Kernels:
 
 class Normalizer(ABC):
     """Turns the scores of each query into its attention weights. One object, one file.
-
     ``rows_sum_to_one``: the weights of every query that sees a key sum to one. ``sparse``: weights
-    can be exactly zero, so that key tiles may be skipped.
-    """
+    can be exactly zero, so that key tiles may be skipped."""
 
     name: ClassVar[str]
     description: ClassVar[str]

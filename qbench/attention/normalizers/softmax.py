@@ -55,11 +55,9 @@ class Softmax(Normalizer):
         mask: Tensor | None,
         causal: bool,
     ) -> Tensor | None:
-        """Return torch's own softmax attention, computed in float32, which stores no scores.
-
-        Torch aligns the first query with the first key if it is causal, and is either causal or
-        takes a mask; None for other inputs, and for float64.
-        """
+        """Return torch's own softmax attention, computed in float32, which stores no scores. Torch
+        aligns the first query with the first key if it is causal, and is either causal or takes a
+        mask; None for other inputs, and for float64."""
         import torch
 
         queries, keys = query.shape[2], key.shape[2]

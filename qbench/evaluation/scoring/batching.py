@@ -390,10 +390,8 @@ class PackedBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Packs of at most ``batch_tokens`` tokens and ``KEY_RATIO`` times as many keys.
-
-    The longest prefix groups come first; a group larger than a pack gets its own.
-    """
+    """Packs of at most ``batch_tokens`` tokens and ``KEY_RATIO`` times as many keys. The longest
+    prefix groups come first; a group larger than a pack gets its own."""
 
     max_length: int
     batch_tokens: int
@@ -464,11 +462,9 @@ class Pack(BatchPlan):
 def prefix_groups(
     requests: Sequence[Request], max_length: int, batch_tokens: int
 ) -> list[PrefixGroup]:
-    """Return one group per context, or several if its requests exceed a pack.
-
-    A truncated context is not shared, nor is one of a few tokens: every document's first rolling
-    window has only the prefix token as its context.
-    """
+    """Return one group per context, or several if its requests exceed a pack. A truncated context
+    is not shared, nor is one of a few tokens: every document's first rolling window has only the
+    prefix token as its context."""
     by_context: dict[tuple[int, ...], list[int]] = {}
     for i, request in enumerate(requests):
         cut = len(request.tokens) - 1 > max_length

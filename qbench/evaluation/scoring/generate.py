@@ -194,11 +194,9 @@ def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str
 
 
 def at_once(model: Any, length: int) -> int:
-    """Return how many prompts, with answers of ``length`` tokens in all, are decoded at once.
-
-    It depends only on the device and the model's shape, not on free memory: scores may move with
-    the size of a batch.
-    """
+    """Return how many prompts, with answers of ``length`` tokens in all, are decoded at once. It
+    depends only on the device and the model's shape, not on free memory: scores may move with the
+    size of a batch."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -90,10 +90,8 @@ AttentionMaskInterface.register(WITH_MASKS, _mask_window)
 
 def rope_limit(config: Any) -> tuple[str | None, int | None]:
     """Return what makes logits depend on the longest text of a batch, a kind of rotary embedding or
-    ``top-k`` keys, and the number of tokens up to which they do not; (None, None) for others.
-
-    A top-k over keys (DeepSeek V3.2, GLM-MoE-DSA) chooses among equal scores by the text's length.
-    """
+    ``top-k`` keys, and the number of tokens up to which they do not; (None, None) for others. A
+    top-k over keys (DeepSeek V3.2, GLM-MoE-DSA) chooses among equal scores by the text's length."""
     kind = None if config is None else moving_rope(config.to_dict())
     if kind is None and getattr(config, "index_topk", None):
         return "top-k", config.index_topk
@@ -128,10 +126,8 @@ class PaddedForward:
 
 
 class PackedForward:
-    """The decoder over packs: prefix groups one after another, each attending to itself.
-
-    Raises UnavailableError for models whose attention a pack cannot reproduce.
-    """
+    """The decoder over packs: prefix groups one after another, each attending to itself. Raises
+    UnavailableError for models whose attention a pack cannot reproduce."""
 
     def __init__(self, model: Any, decoder: torch.nn.Module, *, name: str = NAME) -> None:
         self.model, self.decoder, self.device = model, decoder, model.device
@@ -211,11 +207,9 @@ def decoder_of(model: Any) -> Any:
 
 
 def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
-    """Return decoder and LM head, after checking that they alone turn token ids into logits.
-
-    Raises EvaluationError if logits are not numbers, UnavailableError if the model does more than
-    these two.
-    """
+    """Return decoder and LM head, after checking that they alone turn token ids into logits. Raises
+    EvaluationError if logits are not numbers, UnavailableError if the model does more than these
+    two."""
     decoder, linear = decoder_of(model), model.get_output_embeddings()
     if decoder is None or linear is None:
         raise UnavailableError(

@@ -153,10 +153,7 @@ def score_rows(
     observer: Observer | None,
 ) -> RowScores:
     """Apply LM head and log-softmax to ``hidden`` [R, H], ``at_once`` rows at a time, and return
-    the scored tokens' values.
-
-    ``softmax_dtype`` None means the logits' own dtype.
-    """
+    the scored tokens' values. ``softmax_dtype`` None means the logits' own dtype."""
     watch = None if observer is None else observer.batch(scored, hidden, projection)
     order = np.argsort(scored.row, kind="stable")
     rows = scored.row[order]

@@ -150,11 +150,9 @@ class HFLMScorer(LM):
 def report(
     settings: ScoringSettings, hflm: HFLM, *, rolling: Iterable[str], **counted: Any
 ) -> ScoringReport:
-    """Return the record's report on scoring: the settings, and what was ``counted``.
-
-    ``rolling``: the tasks that score whole texts. lm-eval puts the prefix token before these, a
-    second BOS if the tokenizer adds one.
-    """
+    """Return the record's report on scoring: the settings, and what was ``counted``. ``rolling``:
+    the tasks that score whole texts. lm-eval puts the prefix token before these, a second BOS if
+    the tokenizer adds one."""
     fast, device = settings.mode == "fast", hflm.device.type
     packed = fast and settings.packed
     bos = settings.add_bos is not False and puts_bos(hflm.tokenizer)
@@ -363,11 +361,8 @@ class Scorer(LM):
         fast: Sequence[LogLikelihood],
     ) -> str | None:
         """Return why the ``fast`` scores are too far from exact ones; None if they are not.
-        ``documents``: the document of each request.
-
-        A sample of documents is scored exactly (of few windows one), and doubled while it does not
-        tell whether the bias is within its bound.
-        """
+        ``documents``: the document of each request. A sample of documents is scored exactly (of few
+        windows one), and doubled while it does not tell whether the bias is within its bound."""
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one
         order = random.Random(self.settings.seed).sample(distinct, len(distinct))
@@ -434,11 +429,9 @@ class Scorer(LM):
         observer: Observer | None,
         tell: Callable[[float], None],
     ) -> list[tuple[Batch, RowScores]]:
-        """Score batches on the device, and split those that do not fit its memory.
-
-        The batches ``part`` of a streamed model go through its blocks together; if one does not
-        fit, all are split. ``tell(share done)`` is called meanwhile.
-        """
+        """Score batches on the device, and split those that do not fit its memory. The batches
+        ``part`` of a streamed model go through its blocks together; if one does not fit, all are
+        split. ``tell(share done)`` is called meanwhile."""
         batches = [planned.collate(requests) for planned in part]
         calls = [partial(backend.forward, batch) for batch in batches]
         try:

@@ -82,11 +82,8 @@ def measure_weights(
     progress: Advance,
 ) -> tuple[dict[str, Any], list[str]]:
     """Compare the weights of ``quantized`` with ``originals``, the matrices of ``original`` by
-    name. Return fields of an ``Audit``, and a line per problem.
-
-    ``probe``: token ids [B, T]; ``input_dtypes``: dtype of each layer's input, see
-    ``recorded_dtypes``.
-    """
+    name. Return fields of an ``Audit``, and a line per problem. ``probe``: token ids [B, T];
+    ``input_dtypes``: dtype of each layer's input, see ``recorded_dtypes``."""
     if config.weights is None:
         dtype = getattr(torch, config.compute_dtype)
         fields = {"bits": None, "coverage": 0.0, "weight_error": 0.0, "levels": 0}
@@ -535,11 +532,8 @@ def forward_weight(
 
 def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Tensor) -> list[str]:
     """Return a line per layer whose zeroed columns carry more of its squared products on ``probe``
-    [B, T] than allowed.
-
-    GPTQ zeroes columns whose inputs are zero on all calibration text, as of a softpick head that is
-    silent; and few bits round a whole column of small weights to zero.
-    """
+    [B, T] than allowed. GPTQ zeroes columns whose inputs are zero on all calibration text, as of a
+    softpick head that is silent; and few bits round a whole column of small weights to zero."""
     problems = []
 
     def look(name: str, inputs: Tensor) -> None:

@@ -196,11 +196,9 @@ class Bnb4(Bnb):
 @register("bnb-8bit", "bitsandbytes LLM.int8, activations quantized too; seconds", num_bits=8)
 @settings
 class Bnb8(Bnb):
-    """LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
-
-    Outlier columns are chosen over the whole batch, so a score depends on its batch-mates, and a
-    token's logits on later tokens. Products are in float16, whatever the dtype.
-    """
+    """LLM.int8: rows of int8 weights, int8 activations, outlier columns apart. Outlier columns are
+    chosen over the whole batch, so a score depends on its batch-mates, and a token's logits on
+    later tokens. Products are in float16, whatever the dtype."""
 
     batch_invariant = False
     agreement: ClassVar = {
