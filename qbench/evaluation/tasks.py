@@ -54,7 +54,7 @@ def read_definition(path: Path) -> dict[str, Any]:
         return _resolved(path.expanduser().resolve(), ())
     except (yaml.YAMLError, OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise RecipeError(f"{path}: not a task definition: {reason}") from None
+        raise RecipeError(f"{path}: not a task definition: {reason}; correct it") from None
 
 
 def definition_digest(definition: Mapping[str, Any]) -> str:
