@@ -302,7 +302,7 @@ def require_known(given: Mapping[str, float], scores: Collection[Score]) -> None
     for name in given:
         if name not in possible:
             raise RecipeError(
-                f"--margin {name}={given[name]:g}: the baseline has no {name}; name one of: "
+                f"--margin {name}={given[name]:g}: the baseline has no {name}; possible: "
                 f"{', '.join(possible)}"
             )
 

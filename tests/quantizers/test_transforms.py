@@ -74,17 +74,17 @@ def test_smoothing_keeps_channels_that_calibration_never_reaches():
         (
             "smoothquant", {"model_type": "gemma2"},
             "transform: smoothquant: the blocks of gemma2 models are not supported; supported: "
-            "llama, mistral, qwen2, qwen3, smollm3",
+            "llama, mistral, qwen2, qwen3, smollm3; leave the transform out",
         ),
         (
             "rotation", {"model_type": "llama", "hidden_size": 50},
             "transform: rotation: hidden_size 50: no Hadamard matrix of that order by Sylvester's "
-            "and Paley's constructions",
+            "and Paley's constructions; leave the transform out",
         ),
         (
             "rotation", {"model_type": "qwen2", "hidden_size": 48, "num_attention_heads": 8},
             "transform: rotation: head_dim 6: no Hadamard matrix of that order by Sylvester's "
-            "and Paley's constructions",
+            "and Paley's constructions; leave the transform out",
         ),
         (
             "rotation", {"model_type": "llama", "intermediate_size": 92},
