@@ -583,12 +583,10 @@ def baseline_file(cache: Path, key: str) -> Path:
     return cache / "distributions" / f"{key[:KEY_DIGITS]}.safetensors"
 
 
-def baseline_files(
-    cache: Path, parts: Mapping[str, Any], tasks: Iterable[str] | None = None
-) -> dict[Path, str]:
-    """Return path → key of the hidden states of ``tasks`` (None: all) and of the LM head, for the
-    unquantized cell with the key parts ``parts``."""
-    keys = [head_key(parts), *(task_key(parts, task) for task in tasks or parts["tasks"])]
+def baseline_files(cache: Path, parts: Mapping[str, Any], tasks: Iterable[str]) -> dict[Path, str]:
+    """Return path → key of the hidden states of ``tasks`` and of the LM head, for the unquantized
+    cell with the key parts ``parts``."""
+    keys = [head_key(parts), *(task_key(parts, task) for task in tasks)]
     return {baseline_file(cache, key): key for key in keys}
 
 

@@ -59,6 +59,7 @@ def attention(
     chosen = NORMALIZERS.get(normalizer)
     check(query, key, value, mask, seq_bounds)
     given = chosen.checked(parameters, query.shape[1])
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     settings = {"scale": scale, "softcap": softcap, "mask": mask, "causal": causal}
     if seq_bounds is not None:
         settings |= {"normalizer": normalizer, "parameters": parameters, "window": window}
@@ -68,9 +69,7 @@ def attention(
         return output
     with torch.autocast(query.device.type, enabled=False):
         if not window and not softcap and not given:
-            output = chosen.attention(
-                query, key, value, scale=_scale(query, scale), mask=mask, causal=causal
-            )
+            output = chosen.attention(query, key, value, scale=scale, mask=mask, causal=causal)
             if output is not None:
                 return output
         values = upcast(value).contiguous()  # products round by layout, see chunks
@@ -150,7 +149,8 @@ def chunks(
     batch, heads, queries, _ = query.shape
     key_count = key.shape[2]
     # BLAS rounds by layout: keys from a cache are contiguous, others are views.
-    query = (upcast(query) * _scale(query, scale)).contiguous()
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query = (upcast(query) * scale).contiguous()
     key = upcast(key).contiguous().transpose(2, 3)
     shift = key_count - queries
     step = max(1, min(queries, size // max(1, batch * heads * key_count)))
@@ -192,10 +192,6 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
 def upcast(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in float32, or as it is in float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def sequences(seq_bounds: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

@@ -431,9 +431,10 @@ def read_own_training(folder: Path) -> Training | None:
 
 def model_headers(checkpoint: Checkpoint) -> dict[str, Header]:
     """Return the checkpoint's headers by the names that the model has for its tensors."""
-    if not fla.recognizes(checkpoint.config):
-        return checkpoint.headers
-    return {fla.llama_name(name): header for name, header in checkpoint.headers.items()}
+    headers = checkpoint.headers
+    for theirs, llama in fla.NAMES if fla.recognizes(checkpoint.config) else ():
+        headers = {name.replace(theirs, llama): header for name, header in headers.items()}
+    return headers
 
 
 def parameters_of(normalizer: str) -> tuple[Parameter, ...]:

@@ -199,10 +199,3 @@ def _kind(parsed: Config) -> tuple[str, dict[str, Any]]:
         each = {"layer_types": ["full_attention"] * layers, "no_rope_layers": [0] * layers}
         return "smollm3", {**fields, **each}
     return "llama", fields
-
-
-def llama_name(name: str) -> str:
-    """Return the Llama name of a tensor; names that both formats share stay as they are."""
-    for fla_name, llama in NAMES:
-        name = name.replace(fla_name, llama)
-    return name

@@ -11,7 +11,7 @@ whole vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,13 +100,13 @@ def _read(cache: Path, key: str) -> dict[str, Tensor]:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
 
 
+@dataclass(eq=False)
 class BaselineWriter:
     """An observer that keeps the unquantized model's hidden states of ``tasks``."""
 
-    def __init__(self) -> None:
-        self.tasks: dict[str, TaskHiddenStates] = {}
-        self._head: torch.nn.Linear | None = None  # without what its class makes of its products
-        self._rows: list[tuple[Tensor, Scored]] = []  # of the call at work, on the host
+    tasks: dict[str, TaskHiddenStates] = field(default_factory=dict)
+    _head: torch.nn.Linear | None = None  # without what its class makes of its products
+    _rows: list[tuple[Tensor, Scored]] = field(default_factory=list)  # of this call, on the host
 
     def hidden_states(self) -> BaselineHiddenStates:
         """Return the hidden states kept so far, and the LM head."""
@@ -147,6 +147,7 @@ class BaselineWriter:
         self._rows = []
 
 
+@dataclass(eq=False)
 class KLObserver:
     """An observer that compares a quantized model's distributions with those of ``base``. Tasks
     that ``base`` lacks are not compared.
@@ -156,12 +157,11 @@ class KLObserver:
     ``request`` that the token, with the id ``token``, belongs to.
     """
 
-    def __init__(self, base: BaselineHiddenStates) -> None:
-        self.base = base
-        self._weight: Tensor | None = None  # on the model's device, once it is known
-        self._bias: Tensor | None = None
-        self._task: TaskHiddenStates | None = None  # of the call at work; None: nothing to measure
-        self.divergences: dict[str, pd.DataFrame] = {}
+    base: BaselineHiddenStates
+    divergences: dict[str, pd.DataFrame] = field(default_factory=dict)
+    _weight: Tensor | None = None  # on the model's device, once it is known
+    _bias: Tensor | None = None
+    _task: TaskHiddenStates | None = None  # of the call at work; None: nothing to measure
 
     def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:
         self._name = instances[0].task_name

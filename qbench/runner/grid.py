@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
@@ -102,18 +103,19 @@ def _submit(executor: Executor, call: Callable[..., T], *arguments: Any, **more:
         return future
 
 
+@dataclass(slots=True)
 class _GridRun:
     """The state of one run: the records that are ``done``, the finished cells to ``rerun``."""
 
-    def __init__(
-        self, plan: Plan, store: Store, progress: Progress, cache: Path, force: bool
-    ) -> None:
-        self.plan, self.store, self.progress, self.cache = plan, store, progress, cache
-        self.force = force
-        self.begun = datetime.now(UTC)
-        self.quantize_ahead: Callable[[str], Future] | None = None  # of a cell, by name
-        self.done: dict[str, Record] = {}
-        self.rerun: set[str] = set()
+    plan: Plan
+    store: Store
+    progress: Progress
+    cache: Path
+    force: bool
+    begun: datetime = field(default_factory=partial(datetime.now, UTC))
+    quantize_ahead: Callable[[str], Future] | None = None  # of a cell, by name
+    done: dict[str, Record] = field(default_factory=dict)
+    rerun: set[str] = field(default_factory=set)
 
     def reuse_finished(self, cells: Sequence[Cell]) -> list[Cell]:
         """Put the finished records of ``cells`` into ``done``; return the cells left to run.

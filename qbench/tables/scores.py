@@ -62,12 +62,30 @@ AT_MOST_NOTE = f"{AT_MOST}: a larger damage is excluded at 95 % (one-sided)."
 
 
 def run_notes(comparison: Comparison, hidden: Sequence[Row]) -> list[str]:
-    """Return lines about the run: tasks without data, prompts, BOS, and the ``hidden`` rows, which
-    repeat word perplexity."""
-    notes = []
+    """Return lines about the run: tasks without data, how prompts became conversations, BOS before
+    the scored texts, and the ``hidden`` rows, which repeat word perplexity."""
+    notes, records = [], comparison.records.values()
     if comparison.grid.skipped:
         notes.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
-    notes += text_notes(comparison)
+    chats = [chat for record in records
+             if (chat := (record.key_parts.get("scoring") or {}).get("chat"))]  # fmt: skip
+    if chats:
+        parts = []
+        if chats[0].get("apply_chat_template"):
+            turns = "turns of their own" if chats[0].get("fewshot_as_multiturn") else "one turn"
+            parts.append(f"by the model's chat template, few-shot examples as {turns}")
+        if instruction := chats[0].get("system_instruction"):
+            parts.append(f"with the system instruction “{shorten(instruction, 120)}”")
+        notes.append(f"Prompts: {', '.join(parts)}.")
+    scorings = {record.checkpoint: record.scoring for record in records
+                if record.scoring is not None and record.scoring.bos is not None}  # fmt: skip
+    with_bos = [name for name, scoring in scorings.items() if scoring.bos]
+    names = "" if len(with_bos) == len(scorings) else f" of {', '.join(with_bos)}"
+    doubled = dict.fromkeys(task for scoring in scorings.values() for task in scoring.doubled_bos)
+    twice = f"; those of {', '.join(doubled)} with two, as in lm-eval" if doubled else ""
+    if scorings:
+        text = f"Texts{names} begin with BOS{twice}." if with_bos else "Texts begin without BOS."
+        notes.append(text)
     if names := dict.fromkeys(f"{row.task} {row.metric}" for row in hidden):
         notes.append(f"Only in the CSV, since word_perplexity determines them: {', '.join(names)}.")
     return notes
@@ -153,47 +171,6 @@ def precision_notes(rows: Iterable[Row]) -> list[str]:
     named = [f"{quantizer} is {scheme}" for quantizer, scheme in schemes.items()
              if "symmetric" in scheme]  # fmt: skip
     return [*notes, *([f"Weights: {'; '.join(named)}."] if named else [])]
-
-
-def scale_notes(comparison: Comparison) -> list[str]:
-    """Return a line that names precisions whose scales are stored in float32; [] without such."""
-    wide = {
-        record.quantizer: None
-        for record in comparison.records.values()
-        if record.precision.weights and "float32 scales" in record.precision.weights.scheme
-    }
-    if not wide:
-        return []
-    return [
-        f"Bits of {', '.join(wide)}: scales and zeros are stored in the model’s dtype, here "
-        "float32, 64 bits per group of weights; bfloat16 needs half."
-    ]
-
-
-def text_notes(comparison: Comparison) -> list[str]:
-    """Return a line on how prompts became conversations, if they did, and one on BOS before the
-    scored texts, if the records say so."""
-    notes, records = [], comparison.records.values()
-    chats = [chat for record in records
-             if (chat := (record.key_parts.get("scoring") or {}).get("chat"))]  # fmt: skip
-    if chats:
-        parts = []
-        if chats[0].get("apply_chat_template"):
-            turns = "turns of their own" if chats[0].get("fewshot_as_multiturn") else "one turn"
-            parts.append(f"by the model's chat template, few-shot examples as {turns}")
-        if instruction := chats[0].get("system_instruction"):
-            parts.append(f"with the system instruction “{shorten(instruction, 120)}”")
-        notes.append(f"Prompts: {', '.join(parts)}.")
-    scorings = {record.checkpoint: record.scoring for record in records
-                if record.scoring is not None and record.scoring.bos is not None}  # fmt: skip
-    with_bos = [name for name, scoring in scorings.items() if scoring.bos]
-    names = "" if len(with_bos) == len(scorings) else f" of {', '.join(with_bos)}"
-    doubled = dict.fromkeys(task for scoring in scorings.values() for task in scoring.doubled_bos)
-    twice = f"; those of {', '.join(doubled)} with two, as in lm-eval" if doubled else ""
-    if scorings:
-        text = f"Texts{names} begin with BOS{twice}." if with_bos else "Texts begin without BOS."
-        notes.append(text)
-    return notes
 
 
 def drawn_notes(rows: Iterable[Row]) -> list[str]:

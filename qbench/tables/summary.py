@@ -10,7 +10,6 @@ from textwrap import fill
 from qbench.comparison.rows import Comparison, Row, bits_per_weight, gib
 from qbench.comparison.verdict import about, loss_text, ordered, verdict
 from qbench.comparison.wording import effect_text
-from qbench.tables.scores import scale_notes
 from qbench.text import NO_VALUE, group_by_reason, metric_title, number, short, table
 
 WIDTH = 100
@@ -61,7 +60,16 @@ def legend(
             f"Tasks ({names}): {comparison.unquantized} has the score, the other rows what they "
             f"lose against it in points{ratios}; minus is a gain."
         )
-    notes += scale_notes(comparison)
+    wide = {
+        record.quantizer: None
+        for record in comparison.records.values()
+        if record.precision.weights and "float32 scales" in record.precision.weights.scheme
+    }
+    if wide:
+        notes.append(
+            f"Bits of {', '.join(wide)}: scales and zeros are stored in the model’s dtype, here "
+            "float32, 64 bits per group of weights; bfloat16 needs half."
+        )
     notes += ["‡: significant (5 %, Holm’s correction)."] if "‡" in text else []
     notes += ["§: mostly from the seeds."] if "§" in text else []
     notes += ["¶: no interval (tables.md says why)."] if "¶" in text else []
