@@ -42,7 +42,7 @@ from qbench.files import (
     kept_digest,
     reason,
 )
-from qbench.records import TRAINING_FILE, Trained, Training, read_training
+from qbench.records import TRAINING_FILE, Trained, read_training
 
 CLASS_NORMALIZERS = ("softmax", "softmax-sink")  # that classes of transformers compute themselves
 MOVING_ROPES = ("longrope", "dynamic")  # angles depend on the longest sequence of a batch
@@ -384,18 +384,13 @@ class Checkpoint:
     files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change of what was digested
     digests: dict[str, str] = field(default_factory=dict)  # of weights, config and tokenizer each
     headers: dict[str, Header] = field(default_factory=dict)  # tensors by their names in the files
+    training: Trained | None = None  # the summary of its training by qbench; None: by another
 
     @property
     def class_name(self) -> str:
         """Return the name of the class of transformers that it is loaded as."""
         kind = fla.in_transformers_words(self.config)["model_type"]
         return class_names().get(kind, kind)
-
-    @property
-    def training(self) -> Trained | None:
-        """Return the summary of its training by qbench; None if another program trained it."""
-        training = read_own_training(self.folder)
-        return None if training is None else training.summary
 
     @property
     def max_length(self) -> int | None:
@@ -410,8 +405,8 @@ class Checkpoint:
         return self.max_length if table or self.config.keys() & set(CONTEXT[1:]) else None
 
 
-def read_own_training(folder: Path) -> Training | None:
-    """Return qbench's record of the training that wrote ``folder``; None if there is none, or
+def read_own_training(folder: Path) -> Trained | None:
+    """Return the summary of qbench's training that wrote ``folder``; None if there is none, or
     another program's file of that name. Raises CheckpointError if the record or config.json was
     changed afterwards."""
     try:
@@ -426,7 +421,7 @@ def read_own_training(folder: Path) -> Training | None:
             f"{folder / CONFIG}: changed after training, by its digest in {TRAINING_FILE}; "
             f"restore it, or remove {TRAINING_FILE} if the change is intended"
         )
-    return training
+    return training.summary
 
 
 def model_headers(checkpoint: Checkpoint) -> dict[str, Header]:
@@ -462,7 +457,7 @@ def find(
     folder = _folder(source, revision)
     with named(source):
         config = read_config(folder, quantized=quantized)
-        read_own_training(folder)  # refuses a config.json that was changed after training
+        training = read_own_training(folder)  # refuses what was changed after training
         weights = weight_files(folder)
         headers = read_headers(folder, weights, quantized=quantized)
         require_sizes(config, len(headers))
@@ -492,6 +487,7 @@ def find(
             digests=parts,
             files=files,
             headers=headers,
+            training=training,
         )
 
 
