@@ -22,7 +22,7 @@ import pandas as pd
 from qbench.comparison.compare import compare
 from qbench.comparison.rows import Comparison
 from qbench.records import Measured
-from qbench.store import Analyses, Store, sensitivities
+from qbench.store import Analyses, Sensitivities, Store
 from qbench.tables import table_files
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -131,7 +131,7 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
         if folder.name == "real-sinks":
             yield from read_layers(record.checkpoint, measured)
     read = folder.name in ("real-sinks", "kinds-27m")
-    for record in sensitivities(folder).records() if read else ():
+    for record in Sensitivities(folder).records() if read else ():
         values = Counter({"all": record.together.kl.value})
         for unit in record.units:  # of trainings the sum over all layers
             name = unit.name if folder.name == "real-sinks" else unit.name.rpartition(".")[2]

@@ -218,20 +218,18 @@ class Records(Generic[R]):
     """Records of one ``kind``, a file per cell under the cell's key, with their tables, and the
     manifest that lists the cells."""
 
+    kind: type[R]
+    part, cells = "", ""  # folder of the manifest, and that of the records within it
+    by_cell = True  # whether a record's path has the cell's name
     manifest_kind: type[RunManifest | AnalysisManifest] = RunManifest
     remedy, written_by = RUN_AGAIN, "qbench run"
-    by_cell = True  # whether the record's path has the cell's name
 
-    def __init__(
-        self, root: Path, part: str, cells: str, kind: type[R], manifest: RunManifest | None = None
-    ) -> None:
-        """``root`` is the results folder, whose archive is unpacked; the manifest lies in its
-        folder ``part`` unless ``manifest`` is given, the records in ``cells`` within that. Raises
-        ResultsError if the folder holds symbolic links."""
+    def __init__(self, root: Path, *, manifest: RunManifest | None = None) -> None:
+        """``root`` is the results folder, or the cache; its archive is unpacked. ``manifest``
+        replaces that of its last run. Raises ResultsError if the folder holds symbolic links."""
         require_no_links(Path(root))
-        self.kind, self._manifest = kind, manifest
-        self.directory = Path(root) / part
-        self._cells = self.directory / cells
+        self._manifest = manifest
+        self.directory = Path(root) / self.part
         unpack(Path(root))
 
     def has_manifest(self) -> bool:
@@ -311,7 +309,7 @@ class Records(Generic[R]):
 
     def path(self, cell: CellKey, suffix: str = ".json") -> Path:
         """Return the path of a cell's record, or of a file beside it with this ``suffix``."""
-        folder = self._cells / cell.cell if self.by_cell else self._cells
+        folder = self.directory / self.cells / (cell.cell if self.by_cell else "")
         return folder / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
     def put(
@@ -453,13 +451,11 @@ def _documents(
 
 
 class Analyses(Records[R]):
-    """The analyses of one ``kind`` in the results folder ``directory``, in its folder ``part``."""
+    """The analyses of one results folder."""
 
+    kind, part = Analysis, "analysis"
     manifest_kind = AnalysisManifest
     remedy, written_by = "run `qbench analyze` again", "qbench analyze"
-
-    def __init__(self, directory: Path, kind: type[R] = Analysis, part: str = "") -> None:
-        super().__init__(directory, f"analysis/{part}", "", kind)
 
     def records(self) -> list[R]:
         """Return the analyses of the manifest's cells; an empty list if nothing was analyzed."""
@@ -469,27 +465,23 @@ class Analyses(Records[R]):
 SENSITIVITY = "sensitivity"
 
 
-def sensitivities(directory: Path) -> Analyses[Sensitivity]:
-    """Return the sensitivity records of the results folder ``directory``."""
-    return Analyses(directory, Sensitivity, SENSITIVITY)
+class Sensitivities(Analyses[Sensitivity]):
+    """The sensitivity of layers to a quantizer, in one results folder."""
+
+    kind, part = Sensitivity, f"analysis/{SENSITIVITY}"
 
 
 class Store(Records[Record]):
     """The records of one results folder, with their tables."""
 
-    def __init__(self, directory: Path, *, manifest: RunManifest | None = None) -> None:
-        """Read the folder ``directory``; ``manifest`` replaces that of its last run."""
-        super().__init__(directory, "", "records", Record, manifest)
+    kind, cells = Record, "records"
 
 
 class TaskStore(Records[TaskRecord]):
     """Finished tasks under their :func:`task_key` alone, whatever their cells are called, in the
     folder ``cache``."""
 
-    by_cell = False
-
-    def __init__(self, cache: Path) -> None:
-        super().__init__(cache / "tasks", "", "", TaskRecord)
+    kind, part, by_cell = TaskRecord, "tasks", False
 
 
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:

@@ -31,7 +31,7 @@ from qbench.files import require_folder
 from qbench.plan import Cell, Plan, require_runnable
 from qbench.recipe import Overrides
 from qbench.records import Analysis, Sensitivity
-from qbench.store import Analyses, Store, sensitivities
+from qbench.store import Analyses, Sensitivities, Store
 from qbench.text import group_by_reason
 
 
@@ -120,7 +120,7 @@ def analyze(
     if sensitivity is not None:
         checkpoints = {cell.checkpoint_name for cell in cells}
         units = [cell for cell in units if cell.checkpoint_name in checkpoints]
-        by_layer = sensitivities(launcher.out)
+        by_layer = Sensitivities(launcher.out)
         put_sensitivity_grid(by_layer, units, planned.recipe.name)
         broken += compute_missing(by_layer, settings, units, planned, launcher, force=force)
     paths = write_analyses(Store(launcher.out))

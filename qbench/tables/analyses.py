@@ -11,7 +11,7 @@ from functools import partial
 
 from qbench.errors import ResultsError
 from qbench.records import Analysis, Damage, Measured, Record, Sensitivity
-from qbench.store import Analyses, Store, sensitivities
+from qbench.store import Analyses, Sensitivities, Store
 from qbench.tables.table import Table, as_csv, from_rows
 from qbench.tables.table import markdown as table_markdown
 from qbench.text import NO_VALUE, for_markdown, group_by_reason, number, significant
@@ -36,7 +36,7 @@ def load_analyses(store: Store) -> AnalysisResults:
     """Read all analyses of a results folder, and the records of its last run; if one of these is
     damaged, none is kept, and a problem says so. Raises ResultsError if an analysis is damaged."""
     analyses: Analyses[Analysis] = Analyses(store.directory)
-    cells, units = analyses.records(), sensitivities(store.directory).records()
+    cells, units = analyses.records(), Sensitivities(store.directory).records()
     failed = [each for each in (*cells, *units) if each.status == "failed"]
     problems = group_by_reason((each.cell, f"failed: {each.error}") for each in failed)
     records: list[Record] = []

@@ -41,7 +41,7 @@ from qbench.comparison.rows import (
 from qbench.comparison.verdict import about, verdict
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import ANSWERS, UNQUANTIZED_BITS, Damage, Divergence, GridCell, Question, Record
-from qbench.store import Analyses, Store, sensitivities
+from qbench.store import Analyses, Sensitivities, Store
 from qbench.text import metric_title
 
 if TYPE_CHECKING:
@@ -474,7 +474,7 @@ def analysis(store: Store) -> Json:
     parts: Json = {"problems": [], "command": f"qbench analyze RECIPE --out {folder}"}
     kinds = {
         "cells": Analyses(store.directory),
-        "sensitivities": sensitivities(store.directory),
+        "sensitivities": Sensitivities(store.directory),
     }
     for name, analyses in kinds.items():
         try:

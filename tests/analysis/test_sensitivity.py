@@ -14,7 +14,7 @@ from qbench.analysis.sensitivity import Baseline, Unit, exchanged
 from qbench.checkpoints import find
 from qbench.errors import EvaluationError, RecipeError
 from qbench.quantizers.linear import linears
-from qbench.store import sensitivities
+from qbench.store import Sensitivities
 
 OPTIONS = ("--device", "cpu", "--samples", 3, "--length", 48, "--sensitivity", "rtn-4bit")
 
@@ -93,11 +93,11 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
     monkeypatch.setattr(Baseline, "against", stops)
     options = (*OPTIONS, "--only", "softpick/fp32")
     assert qbench("analyze", path, "--out", out, *options) == 1
-    (stopped,) = sensitivities(out).records()
+    (stopped,) = Sensitivities(out).records()
     assert (stopped.status, len(stopped.units)) == ("failed", 4)
     assert qbench("analyze", path, "--out", out, *options) == 0
     assert len(measured) == 5 + 29 - 4  # the fifth again, and all after it
-    (whole,) = sensitivities(out).records()
+    (whole,) = Sensitivities(out).records()
     assert whole.units[:4] == stopped.units
     assert (whole.status, len(whole.units), whole.unit) == ("ok", 28, "linear")
     assert whole.together.kl.value > max(unit.kl.value for unit in whole.units) / 2
@@ -120,7 +120,7 @@ def test_a_published_copys_layers_are_put_into_its_original(tmp_path):
                              quantizers=["bf16", column]), tmp_path / "out"  # fmt: skip
     options = ("--device", "cpu", "--samples", 3, "--length", 48, "--sensitivity", "copy")
     assert qbench("analyze", path, "--out", out, *options) == 0
-    (result,) = sensitivities(out).records()
+    (result,) = Sensitivities(out).records()
     assert len(result.units) == 28
     assert all(0 < unit.kl.value < 0.01 for unit in result.units)
     assert max(unit.kl.value for unit in result.units) < result.together.kl.value < 0.02
