@@ -62,7 +62,6 @@ from qbench.evaluation.tasks import (
     plan_answers,
     plan_task,
     read_definition,
-    task_groups,
 )
 from qbench.files import code_digest, content_key, file_digest, kept_digest, short_path
 from qbench.machine import hardware, versions
@@ -84,7 +83,7 @@ from qbench.quantizers.texts import (
     read_texts,
     require_windows,
 )
-from qbench.recipe import Evaluation, QuantizerEntry, Recipe
+from qbench.recipe import Evaluation, QuantizerEntry, Recipe, Task
 from qbench.records import GIB, GridCell, RunManifest, StoredSize
 from qbench.text import group_by_reason
 
@@ -395,13 +394,7 @@ def plan(
     can never run, unless ``show`` is true.
     """
     checkpoints = _checkpoints(recipe)
-    tasks, skipped = find_tasks(recipe)
-    groups = tuple({  # that have scores of their own, and data for all of their tasks
-        group.name: group
-        for task in recipe.tasks
-        for group in task_groups(task.name, recipe.definitions)
-        if not set(skipped) & set(group.tasks)
-    }.values())  # fmt: skip
+    tasks, groups, skipped = find_tasks(recipe)
     if recipe.primary is not None:
         scores = [f"{group.name}/{metric.metric}" for group in groups for metric in group.metrics]
         for task in tasks:
@@ -631,16 +624,19 @@ def streamable(
 # --- tasks and calibration text
 
 
-def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
-    """Return the recipe's tasks, that of its ``answers`` last; and with ``skip_missing`` the names
-    of tasks without data. Raises RecipeError for a task that is listed twice, DataError with all
-    problems of their data, also if all tasks would be skipped."""
+def find_tasks(
+    recipe: Recipe,
+) -> tuple[tuple[TaskSpec, ...], tuple[TaskGroup, ...], tuple[str, ...]]:
+    """Return the recipe's tasks, that of its ``answers`` last; the groups that have scores of their
+    own, and data for all of their tasks; and with ``skip_missing`` the names of tasks without data.
+    Raises RecipeError for a task that is listed twice, DataError with all problems of their data,
+    also if all tasks would be skipped."""
     tasks, skipped, missing, problems = [], [], [], []
-    leaves = [
-        task.model_copy(update={"name": leaf})
-        for task in recipe.tasks
-        for leaf in expand(task.name, recipe.definitions)
-    ]
+    leaves, groups = list[Task](), dict[str, TaskGroup]()
+    for task in recipe.tasks:
+        members, within = expand(task.name, recipe.definitions)
+        leaves += [task.model_copy(update={"name": name}) for name in members]
+        groups |= {group.name: group for group in within}
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise RecipeError(
@@ -678,7 +674,8 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
             answers.prompts, answers.settings, data=recipe.data, definitions=recipe.definitions
         )
         tasks.append(task)
-    return tuple(tasks), tuple(skipped)
+    complete = (group for group in groups.values() if not {*skipped} & {*group.tasks})
+    return tuple(tasks), tuple(complete), tuple(skipped)
 
 
 MOST_LINES = 3

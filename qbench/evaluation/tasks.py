@@ -107,19 +107,6 @@ def definition_file(name: str, definitions: Path | None) -> Path:
     raise _unknown(name, definitions)
 
 
-def expand(name: str, definitions: Path | None) -> list[str]:
-    """Return the leaf tasks of ``name``: itself, or the members of a group or tag (tried in this
-    order). Raises RecipeError for an unknown name."""
-    if _find("task", name, definitions) is not None:
-        return [name]
-    if (path := _find("group", name, definitions)) is not None:
-        children = _children(name, read_definition(path))
-        return [leaf for child in children for leaf in expand(child, definitions)]
-    if tagged := _tagged(name, definitions):
-        return tagged
-    raise _unknown(name, definitions)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupMetric:
     """How a group's score is made. ``filters`` are lm-eval's, None for all that the tasks have;
@@ -141,15 +128,23 @@ class TaskGroup:
     metrics: tuple[GroupMetric, ...]
 
 
-def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
-    """Return those groups of ``name``, itself and groups within it, that lm-eval scores
-    (``aggregate_metric_list``)."""
-    if _find("task", name, definitions) is not None:  # first: lm-eval's files need not be read
-        return []
+def expand(name: str, definitions: Path | None) -> tuple[list[str], list[TaskGroup]]:
+    """Return the leaf tasks of ``name``: itself, or the members of a group or tag (tried in this
+    order); and those groups, itself and groups within it, that lm-eval scores
+    (``aggregate_metric_list``). Raises RecipeError for an unknown name."""
+    if _find("task", name, definitions) is not None:
+        return [name], []
     path = _find("group", name, definitions)
     if path is None:
-        return []
+        if tagged := _tagged(name, definitions):
+            return tagged, []
+        raise _unknown(name, definitions)
     config = read_definition(path)
+    members, groups = list[str](), list[TaskGroup]()
+    for child in _children(name, config):
+        leaves, within = expand(child, definitions)
+        members += leaves
+        groups += within
     metrics = tuple(
         GroupMetric(
             metric=entry["metric"],
@@ -158,14 +153,10 @@ def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
         )
         for entry in _listed(config.get("aggregate_metric_list"))
     )
-    groups = []
     if metrics:
-        members = tuple(expand(name, definitions))
         label = config.get("group_alias") or name
-        groups.append(TaskGroup(name=name, label=label, tasks=members, metrics=metrics))
-    for child in _children(name, config):
-        groups += task_groups(child, definitions)
-    return groups
+        groups.insert(0, TaskGroup(name=name, label=label, tasks=tuple(members), metrics=metrics))
+    return members, groups
 
 
 def task_names(definitions: Path | None = None) -> list[str]:

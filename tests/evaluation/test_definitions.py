@@ -23,7 +23,7 @@ def test_an_unknown_task_says_where_definitions_of_ones_own_are_named():
     [pytest.param("mmlu", 57, marks=pytest.mark.slow), ("mmlu_stem_tasks", 19), ("ai2_arc", 2)],
 )
 def test_groups_and_tags_are_opened(name, members):
-    assert len(set(expand(name, None))) == members
+    assert len(set(expand(name, None)[0])) == members
 
 
 def test_definitions_read_as_lm_eval_reads_them():
@@ -56,7 +56,7 @@ def test_definitions_that_are_added_or_edited_while_a_process_runs_are_seen(tmp_
     with pytest.raises(RecipeError, match="no task 'mine'"):
         expand("mine", tmp_path)
     (tmp_path / "mine.yaml").write_text("task: mine\ntag: ours\n")
-    assert expand("mine", tmp_path) == ["mine"]
-    assert expand("ours", tmp_path) == ["mine"]
+    assert expand("mine", tmp_path) == (["mine"], [])
+    assert expand("ours", tmp_path) == (["mine"], [])
     (tmp_path / "mine.yaml").write_text("task: renamed\ntag: ours\n")
-    assert expand("ours", tmp_path) == ["renamed"]
+    assert expand("ours", tmp_path) == (["renamed"], [])

@@ -16,7 +16,7 @@ from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.evaluate import evaluate, group_scores, load_task, rebuild_requests
 from qbench.evaluation.scoring.scorer import pinned_hflm
 from qbench.evaluation.settings import FEWSHOT_SEED, Chat
-from qbench.evaluation.tasks import expand, plan_task, task_groups
+from qbench.evaluation.tasks import expand, plan_task
 
 DATA = "dataset_path: json\ntest_split: test\n"
 CHOICE = """output_type: multiple_choice
@@ -249,13 +249,13 @@ def test_groups_are_scored_as_by_simple_evaluate(folder):
     chosen = settings("exact", max_length=900, batch_size=1)
     results = theirs(folder, "all", chosen)
     model = scorer(llama(), "exact", max_length=900, batch_size=1)
-    assert expand("all", folder / "own") == ["word", "zero_shot", "first_shots"]
+    members, groups = expand("all", folder / "own")
+    assert members == ["word", "zero_shot", "first_shots"]
     scores = []
-    for name in ("word", "zero_shot", "first_shots"):
+    for name in members:
         found = evaluate(model, loaded(folder, name), chosen)
         assert_same(found, results, name)
         scores += found.scores
-    groups = task_groups("all", folder / "own")
     found = {(g.group, g.metric): g for g in group_scores(groups, scores)}
     assert set(found) == {("all", "acc"), ("all", "perplexity"), ("both", "acc")}
     for (group, metric), score in found.items():
