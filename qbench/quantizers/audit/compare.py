@@ -219,7 +219,8 @@ def audit(
         if ours.get(name) != theirs.get(name)
     ]
     moved, runs, (before,) = 0.0, False, logits(original, probe)
-    with recorded_dtypes(quantized, evidence_of(quantized, config, "weights")) as dtypes:
+    stored = evidence_of(quantized, config, "weights")
+    with recorded_dtypes(quantized, stored) as dtypes:
         try:
             (after,) = logits(quantized, probe)
         except Exception as error:
@@ -263,7 +264,7 @@ def audit(
     inputs = getattr(quantized, ATTRIBUTE, SimpleNamespace())
     inputs.paused = True  # not rounded
     weights, failures = measure_weights(
-        original, originals, quantized, config, probe, dtypes, progress
+        original, originals, quantized, stored, config, probe, dtypes, progress
     )
     inputs.paused = False
     problems += failures

@@ -34,7 +34,6 @@ from qbench.quantizers.linear import (
     others,
     values,
 )
-from qbench.quantizers.quantize import evidence_of
 from qbench.records import ModuleAudit
 from qbench.streaming import load_block
 
@@ -76,14 +75,16 @@ def measure_weights(
     original: nn.Module,
     originals: Mapping[str, Matrix],
     quantized: nn.Module,
+    stored: Mapping[str, Callable[[], PackedWeight]],
     config: QuantizationConfig,
     probe: Tensor,
     input_dtypes: Mapping[str, torch.dtype],
     progress: Advance,
 ) -> tuple[dict[str, Any], list[str]]:
     """Compare the weights of ``quantized`` with ``originals``, the matrices of ``original`` by
-    name. Return fields of an ``Audit``, and a line per problem. ``probe``: token ids [B, T];
-    ``input_dtypes``: dtype of each layer's input, see ``recorded_dtypes``."""
+    name. Return fields of an ``Audit``, and a line per problem. ``stored``: what ``evidence_of``
+    gives of the weights; ``probe``: token ids [B, T]; ``input_dtypes``: dtype of each layer's
+    input, see ``recorded_dtypes``."""
     if config.weights is None:
         dtype = getattr(torch, config.compute_dtype)
         fields = {"bits": None, "coverage": 0.0, "weight_error": 0.0, "levels": 0}
@@ -91,7 +92,6 @@ def measure_weights(
         problems = _changed_matrices(original, originals.values(), quantized, dtype)
         ends, changed = _changed_others(original, quantized, config, ())
         return fields, problems + ends + changed
-    stored = evidence_of(quantized, config, "weights")
     because, problems = _coverage(original, originals, stored, config)
     unquantized = [originals[name] for name in because]
     problems += _changed_matrices(original, unquantized, quantized, None)
