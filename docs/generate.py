@@ -420,9 +420,13 @@ def over_rounding(name, checkpoint, quantizer) -> str:
 
 def methods_table(name, checkpoint) -> str:
     """Return a Markdown table with a row per method: of several seeds the least and the largest
-    value, of one the value with its interval."""
+    value, of one the value with its interval; tokens/s if the page of speeds has the model."""
+    speeds = {row["precision"]: row["tokens/s"] for row in bench_rows("cells-h200")
+              if row.get("model") == checkpoint}  # fmt: skip
     lines = ["| | bits per weight | GiB | KL | WikiText | LAMBADA, points | seconds |",
              "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
+    if speeds:
+        lines = [f"{line} {more} |" for line, more in zip(lines, ("tokens/s", "---:"), strict=True)]
     for method, members in by_method(name, checkpoint).items():
         sizes = (value(name, "all", what, checkpoint, members[0]) for what in ("bits", "gib"))
         seconds = [value(name, "all", "seconds", checkpoint, one) for one in members]
@@ -433,9 +437,10 @@ def methods_table(name, checkpoint) -> str:
         words, points = ([row.damage for row in found[start::2]] for start in (0, 1))
         wikitext = from_to([math.exp(one) for one in words], lambda n: rounded(n, 3))
         lambada = from_to([100 * one for one in points], "{:+.1f}".format)
+        short = re.sub(r"-\d+-steps$", "", method)
         row = (
             method, f"{next(sizes):.2f}", f"{next(sizes):.3f}", text, f"× {wikitext}", lambada,
-            from_to(seconds, "{:.0f}".format),
+            from_to(seconds, "{:.0f}".format), *([speeds.get(short, "")] if speeds else []),
         )  # fmt: skip
         lines.append(f"| {' | '.join(row)} |".replace("-0.0", "0.0").replace(" -", " −"))
     return "\n".join(lines)

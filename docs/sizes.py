@@ -84,7 +84,7 @@ def draw_methods() -> pyplot.Figure:
                 method, (bits, kl), (column, heights[column]), fontsize=9, va="center",
                 arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.7, "shrinkB": 3},
             )  # fmt: skip
-        panel.set(yscale="log", xlabel="bits per weight", title=title, xlim=(3, 4.95))
+        panel.set(yscale="log", xlabel="bits per weight", title=title, xlim=(3, 5.25))
     panels[0].set_ylabel("KL divergence from the unquantized model, nats per token")
     return figure
 

@@ -88,7 +88,7 @@ from qbench.records import GIB, GridCell, RunManifest, StoredSize
 from qbench.text import group_by_reason
 
 EXPERTS = re.compile(r"\.(experts|block_sparse_moe\.(in|out)put_linear)\.")  # and GraniteMoE's
-ENDS = re.compile(r"(^|\.)(\w*embed\w*|wte|lm_head)\.")
+ENDS = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|lm_head)\.")
 HEADS = ("lm_head", "embed_out")  # in files, the latter of GPT-NeoX
 
 
@@ -176,11 +176,10 @@ def _gguf(source: str, original: Checkpoint) -> Checkpoint:
 def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, Any]:
     """Return fields of PublishedCopy counted from the files of ``copy``: bits per weight, layers
     that are stored unquantized. Raises CheckpointError if no layer is quantized."""
-    ends = end_shapes(original)
     sizes: Counter[str] = Counter()  # weights of each matrix, of all experts together
     for full, header in model_headers(original).items():
         name = full.removesuffix(".weight")
-        if len(header.shape) > 1 and "bias" not in full and name not in ends:
+        if len(header.shape) > 1 and "bias" not in full and not ENDS.search(full):
             sizes["experts" if EXPERTS.search(full) else name] += math.prod(header.shape)
     bits: Counter[str] = Counter()
     rounded: set[str] = set()
@@ -199,7 +198,7 @@ def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, 
             "hold unquantized weights; make the copy again, or take another"
         )
     each = {name: bits[name] / sizes[name] for name in rounded & layers}
-    heads = [math.prod(s) for n, s in ends.items() if n in HEADS]
+    heads = [math.prod(s) for n, s in end_shapes(original).items() if n in HEADS]
     of_head = sum(bits[name] for name in HEADS)
     return {
         "stored_bits": sum(map(bits.get, each)) / sum(map(sizes.get, each)) if each else None,
