@@ -146,18 +146,14 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any])
     of the host does not match its digest. Raises OutputError."""
     with replacing(path, sync=False) as making:
         save_tensors(making, tensors, {ABOUT: json.dumps(about, sort_keys=True)})
-        checksum_file(path).write_text(f"{digest_of_parts(making)}\n")
-
-
-def checksum_file(path: Path) -> Path:
-    """Return the path of the file that holds the digest of ``path`` by ``digest_of_parts``."""
-    return path.with_name(f"{path.name}.digest")
+        path.with_name(f"{path.name}.digest").write_text(f"{digest_of_parts(making)}\n")
 
 
 def verify_tensors(path: Path, payload: bytes | None = None) -> dict[str, Any]:
     """Read the whole file that ``write_tensors`` wrote, compare it with its digest and return its
     ``about``. Raises OSError or ValueError if it is missing or changed."""
-    if checksum_file(path).read_text().strip() != digest_of_parts(payload or path):
+    kept = path.with_name(f"{path.name}.digest").read_text().strip()
+    if kept != digest_of_parts(payload or path):
         raise ValueError("its content does not match its digest")
     try:
         with safe_open(path, framework="numpy") as file:

@@ -915,17 +915,13 @@ def read_training(path: Path) -> Training:
     return Training.model_validate(values)
 
 
-def write_record(path: Path, record: RecordModel) -> None:
-    """Write ``record`` with its checksum to ``path``, in one step."""
-    write_atomically(path, with_checksum(json.loads(record.model_dump_json())))
-
-
-def with_checksum(values: dict[str, Any]) -> bytes:
-    """Return the JSON text of ``values``, one key per line, with their checksum as the last key.
-    The checksum is the SHA-256 of their canonical JSON."""
+def write_record(path: Path, record: RecordModel | dict[str, Any]) -> None:
+    """Write ``record``, or its values, to ``path`` in one step: JSON with one key per line, and as
+    the last the checksum, the SHA-256 of the others' canonical JSON."""
+    values = record if isinstance(record, dict) else json.loads(record.model_dump_json())
     values = {**values, CHECKSUM: content_key(values)}
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
         for key, value in values.items()
     ]
-    return ("{" + ",\n".join(lines) + "}\n").encode(errors="surrogatepass")
+    write_atomically(path, ("{" + ",\n".join(lines) + "}\n").encode(errors="surrogatepass"))

@@ -13,7 +13,7 @@ from synthetic import make_store
 
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError
 from qbench.gate import baseline
-from qbench.records import RESPONSE_COLUMNS, with_checksum
+from qbench.records import RESPONSE_COLUMNS, write_record
 from qbench.store import Store
 
 FLIPS = 20  # of each kind of file
@@ -139,7 +139,7 @@ def rewrite(path: Path, **changes: object) -> None:
     """Change a record or grid and give it the right checksum, as another program could."""
     values = json.loads(path.read_bytes())
     del values["checksum"]
-    path.write_bytes(with_checksum({**values, **changes}))
+    write_record(path, {**values, **changes})
 
 
 def test_a_record_of_a_newer_qbench_is_neither_read_nor_replaced(results):

@@ -28,7 +28,7 @@ from qbench.cli.options import DeviceOption, Out, RecipeFile
 from qbench.cli.run import Launcher, load_launcher
 from qbench.errors import RecipeError
 from qbench.files import require_folder
-from qbench.plan import Cell, Plan, require_runnable
+from qbench.plan import Cell, Plan, plan, require_runnable
 from qbench.recipe import Overrides
 from qbench.records import Analysis, Sensitivity
 from qbench.store import Analyses, Sensitivities, Store
@@ -92,7 +92,7 @@ def analyze(
     overrides = overrides.model_copy(update={"skip_missing": True})
     launcher = load_launcher(recipe, overrides, out=out, device=device)
     require_folder(launcher.out, "--out")
-    planned = launcher.plan(show=True)
+    planned = plan(launcher.recipe, device=launcher.device, gpu=launcher.gpu, show=True)
     settings = AnalysisSettings(
         source=(
             text_file(text, field or FIELD) if text else task_text(planned.tasks, planned.skipped)

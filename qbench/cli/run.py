@@ -63,11 +63,6 @@ class Launcher:
     executor: Executor | None = None
     description: str = ""
 
-    def plan(self, only: str | None = None, *, show: bool = False) -> Plan:
-        """Plan the recipe on this device. Raises RecipeError if a cell that matches ``only`` can
-        never run, unless ``show`` is true."""
-        return plan_recipe(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
-
     @contextlib.contextmanager
     def display(self, cells: int) -> Iterator[Display]:
         """Show the progress of so many ``cells`` on the terminal, the description first."""
@@ -207,8 +202,8 @@ def run(
 def _run_cells(launcher: Launcher, only: str | None, force: bool) -> tuple[Plan, list[Record]]:
     """Plan and run the cells that match ``only``, with progress on the terminal; return the plan
     and the records."""
-    planned, out = launcher.plan(only), launcher.out
-    cells = planned.select(only)
+    planned = plan_recipe(launcher.recipe, device=launcher.device, gpu=launcher.gpu, only=only)
+    out, cells = launcher.out, planned.select(only)
     with launcher.display(len(cells)) as display:
         kept = "" if force else " (finished ones are kept)"
         count = f"{len(cells)} of {len(planned.cells)} cells chosen{kept}"
@@ -248,7 +243,7 @@ def plan(
     ```
     """
     launcher = load_launcher(recipe, overrides, out=out, device=device)
-    planned = launcher.plan(only, show=True)
+    planned = plan_recipe(launcher.recipe, device=launcher.device, only=only, show=True)
     for line in plan_lines(planned, Store(launcher.out), only):
         typer.echo(line)
     require_runnable(planned.select(only))
