@@ -34,9 +34,9 @@ class Activations(Settings):
           per="token", **FLOAT)  # fmt: skip
 @register("{element}-token", "{element} inputs, blocks of 32", element=("mxfp8", "mxfp4"),
           per="token", **FLOAT)  # fmt: skip
-@register("fp8-{per}", "fp8 e4m3 inputs, per {per}", element="fp8", per=PER, **FLOAT)
-@register("{element}-{per}", "{element} inputs, per {per}", element=INTEGERS, per=PER[1:], **WHOLE)
-@register("{element}-token", "{element} inputs, per token", element=INTEGERS, per="token")
+@register("fp8-{per}", "fp8 e4m3, {per} scales", element="fp8", per=PER, **FLOAT)
+@register("{element}-{per}", "{element}, {per} scales", element=INTEGERS, per=PER[1:], **WHOLE)
+@register("{element}-token", "{element}, token scales", element=INTEGERS, per="token")
 @settings
 class RoundedInputs(Activations):
     """Rounds inputs to integers, as compressed-tensors does, or to E4M3, times a float32 scale; or
