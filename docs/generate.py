@@ -159,14 +159,16 @@ def times(name, checkpoint, quantizer, task="wikitext", decimals=3) -> str:
 
 
 def ratio(
-    name, quantizer, task="wikitext", mark=False, interval=True, checkpoint="softpick"
+    name, quantizer, task="wikitext", mark=False, interval=True, checkpoint="softpick", metric=""
 ) -> str:
-    """Return "× 1.041 [1.034, 1.048]": softpick's damage over softmax's; ``mark`` adds ‡ if it
-    differs from 1 after Holm's correction over all differences of the pair."""
-    row = find(name, task, METRICS[task], checkpoint, quantizer)
+    """Return "× 1.041 [1.034, 1.048]": softpick's damage over softmax's, of perplexity unless
+    ``metric`` says; ``mark`` adds ‡ if it differs from 1 after Holm's correction over all
+    differences of the pair."""
+    row = find(name, task, metric or METRICS[task], checkpoint, quantizer)
     ends = row.difference, row.difference_low, row.difference_high
     middle, low, high = (math.exp(end) for end in ends)
-    decimals = min(max(1 - math.floor(math.log10(high - low)), 3), 5)  # two digits of the width
+    least = 2 if metric else 3
+    decimals = min(max(1 - math.floor(math.log10(high - low)), least), 5)  # two digits of the width
     text = f"× {rounded(middle, decimals)}"
     if interval:
         text += f" [{rounded(low, decimals)}, {rounded(high, decimals)}]"
@@ -280,18 +282,25 @@ def replicated(name) -> tuple[list[str], list[str]]:
 
 
 def of_kind(task, metric, kind, quantizer, decimals, scale=1) -> str:
-    """Return the mean over the seeds of a kind of attention as text; a dash if it was not run."""
-    there = len(select("kinds", task, metric, rf"{kind}\.\d", quantizer))
-    return f"{mean('kinds', task, metric, kind, quantizer, scale):.{decimals}f}" if there else "–"
+    """Return the value of each seed of a kind of attention as text; a dash if it was not run."""
+    values = select("kinds", task, metric, rf"{kind}\.\d", quantizer).value
+    return ", ".join(f"{scale * one:.{decimals}f}" for one in values) or "–"
+
+
+def by_seed(kind, quantizers, task) -> str:
+    """Return "1.09, 1.16, 1.12": the KL of a kind of attention over softmax's on the text ``task``,
+    by seed, geometric mean over ``quantizers``."""
+    gaps = [kl_gaps("kinds", "", kind, quantizer=one, task=task) for one in quantizers]
+    return ", ".join(f"{math.exp(gap):.2f}" for gap in pd.concat(gaps).mean())
 
 
 def gate_share(part) -> str:
     """Return "5 to 12 %": the part of the gated models' KL that quantizing the gate alone leaves
     (``gate``), or that quantizing all but the gate takes away (``but-gate``)."""
     shares = []
-    for method in ("w4a4-nvfp4", "nvfp4", "rtn-4bit"):
+    for seed, method in product((1, 2, 3), ("w4a4-nvfp4", "nvfp4", "rtn-4bit")):
         methods = (method, f"{method}-{part}")
-        whole, rest = (mean("kinds", "all", "kl", "head-gate", one) for one in methods)
+        whole, rest = (kl("kinds", f"head-gate.{seed}", one) for one in methods)
         shares.append(rest / whole if part == "gate" else 1 - rest / whole)
     return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
 
@@ -302,11 +311,11 @@ def layer_share(kind, part) -> str:
     rows = pair("kinds")
     rows = rows[(rows.task == "sensitivity") & (rows.checkpoint == f"{kind}.1")]
     sums = dict(zip(rows.metric, rows.value, strict=True))
+    if part not in sums:
+        return "–"
     together = sums.pop("all")
     total = sum(sums.values())
-    if part == "all":
-        return f"{total / together:.2f}"
-    return f"{100 * sums[part] / total:.0f} %" if part in sums else "–"
+    return f"{total / together:.2f}" if part == "all" else f"{100 * sums[part] / total:.0f} %"
 
 
 def training_seconds() -> str:
@@ -512,8 +521,8 @@ FUNCTIONS = (
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
-    answers, table_of, replicated, has, verdict, of_kind, seed_count, gate_share, layer_share,
-    training_seconds,
+    answers, table_of, replicated, has, verdict, of_kind, by_seed, seed_count, gate_share,
+    layer_share, training_seconds,
 )  # fmt: skip
 
 

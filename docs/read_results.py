@@ -22,6 +22,7 @@ import pandas as pd
 from qbench.comparison.compare import compare
 from qbench.comparison.rows import Comparison
 from qbench.records import Measured
+from qbench.statistics import Effect
 from qbench.store import Analyses, Sensitivities, Store
 from qbench.tables import table_files
 
@@ -110,6 +111,19 @@ def read_pairs(comparison: Comparison) -> Iterator[dict[str, object]]:
                    "damage_high": effect.high}  # fmt: skip
 
 
+def read_kinds(comparison: Comparison) -> Iterator[dict[str, object]]:
+    """Yield the logarithm of each kind of attention's KL over softmax's with its interval over
+    documents and seeds, by precision; without quantizer, the mean over all precisions."""
+    if not comparison.grid.name.startswith("kinds") or next(iter(comparison.groups)) != "softmax":
+        return
+    overall = {(kind, None): effect for kind, effect in comparison.kl.overall.items()}
+    for (kind, quantizer), effect in {**comparison.kl.contrasts, **overall}.items():
+        if isinstance(effect, Effect):
+            yield {"task": "all", "metric": "kl over softmax", "quantizer": quantizer,
+                   "checkpoint": kind, "difference": effect.estimate,
+                   "difference_low": effect.low, "difference_high": effect.high}  # fmt: skip
+
+
 def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
     """Yield what `qbench analyze` measured of the unquantized cells and what trainings logged."""
     for record in Analyses(folder).records():
@@ -184,7 +198,7 @@ def made() -> dict[Path, str]:
         store = Store(folder)
         comparison = compare(store)
         files = table_files(comparison)
-        cells = [*read_cells(comparison), *read_pairs(comparison)]
+        cells = [*read_cells(comparison), *read_pairs(comparison), *read_kinds(comparison)]
         others = pd.DataFrame([*cells, *read_analyses(folder)])
         numbers.append(pd.concat([read_scores(files), others]).assign(folder=folder.name))
         texts[folder / "tables.md"] = files["tables.md"]

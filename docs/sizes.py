@@ -111,7 +111,7 @@ def draw_kinds(kinds: list[str], columns: list[str]) -> pyplot.Figure:
     panel.axvline(1, color="0.6", linewidth=0.8, zorder=0)
     panel.set_yticks(range(len(columns)), columns)
     panel.set_xscale("log")
-    ticks = (0.5, 0.7, 1, 1.5, 2)
+    ticks = (0.3, 0.5, 0.7, 1, 1.5, 2)
     panel.set_xticks(ticks, [f"× {tick:g}" for tick in ticks])
     panel.minorticks_off()
     panel.set_xlabel("KL over softmax's; left: moved less; filled: WikiText, hollow: LAMBADA")
