@@ -52,8 +52,10 @@ class Sunk(Normalizer):
 
 
 @pytest.fixture
-def sunk(monkeypatch):
-    monkeypatch.setitem(NORMALIZERS._things, "sunk", Sunk())
+def sunk():
+    NORMALIZERS["sunk"] = Sunk()
+    yield
+    del NORMALIZERS["sunk"]
 
 
 def draw(*shape, seed=0):

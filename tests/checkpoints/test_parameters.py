@@ -38,9 +38,13 @@ class Optional(Scaled):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    for normalizer in (Scaled(), Optional()):
-        monkeypatch.setitem(NORMALIZERS._things, normalizer.name, normalizer)
+def registered():
+    added = (Scaled(), Optional())
+    for normalizer in added:
+        NORMALIZERS[normalizer.name] = normalizer
+    yield
+    for normalizer in added:
+        del NORMALIZERS[normalizer.name]
 
 
 def folder(path, format, normalizer, change=None):

@@ -178,7 +178,7 @@ def test_every_other_model_has_a_sentence(three):
     assert "larger for 2 of them, smaller for 0" in hurt
     assert [line.startswith("Scores (secondary): ") for line in scores] == [True, True]
     assert "hurt loses more than base in 4 of 4 comparisons and less in 0" in scores[1]
-    # Holm's families: all contrasts of two models and two quantizers, and both means over quantizers
+    # Holm's families: contrasts of two models and two quantizers, and both means over quantizers
     families = [{each.family for each in answers.values()}
                 for answers in (result.primary.contrasts, result.primary.overall)]  # fmt: skip
     assert families == [{4}, {2}]

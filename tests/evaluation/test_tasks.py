@@ -249,7 +249,11 @@ def test_what_a_tasks_code_lacks_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("loglikelihood", "loglikelyhood", "mine.yaml: ValueError: Got invalid output_type .*l'; leave"),
+        (
+            "loglikelihood",
+            "loglikelyhood",
+            "mine.yaml: ValueError: Got invalid output_type .*l'; leave",
+        ),
         (
             "acc}",
             "mine_own}",

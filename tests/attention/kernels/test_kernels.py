@@ -35,14 +35,17 @@ def error(got, truth):
 
 
 @pytest.fixture
-def claims(monkeypatch):
+def claims():
     """A function: registers a plug-in that claims ``kernels`` and takes ``parameters``."""
+    before = [*NORMALIZERS]
 
     def register(name, parameters, **of):
         more = {"name": name, "parameters": parameters, "kernels": Kernels(**of)}
-        monkeypatch.setitem(NORMALIZERS._things, name, type("Claims", (SoftmaxSink,), more)())
+        NORMALIZERS[name] = type("Claims", (SoftmaxSink,), more)()
 
-    return register
+    yield register
+    for name in NORMALIZERS.keys() - before:
+        del NORMALIZERS[name]
 
 
 @pytest.mark.parametrize(
