@@ -647,21 +647,17 @@ Sources = Annotated[Mapping[str, str | Path], BeforeValidator(_sources)]
 Names = Annotated[tuple[str, ...] | None, BeforeValidator(_names)]
 
 
-def _replaces(place: str, **option: Any) -> Any:
+def _option(place: str, default: Any = None, **option: Any) -> Any:
     """Return a field of Overrides that replaces the recipe's key ``place``, such as
-    "evaluation.limit", and takes its help from there. ``option``: see ``_option``."""
+    "evaluation.limit", and takes its help from there; "": it replaces several, and has its own
+    help. ``option``: settings of its command-line option, and its ``type`` if that differs from the
+    field's."""
     kind: Any = Recipe
     *parts, key = place.split(".")
     for part in parts:
         kind = _mapping(kind.model_fields[part].annotation)
-    about = kind.model_fields[key].description
-    return Field(None, description=about, json_schema_extra={"place": place, "option": option})
-
-
-def _option(default: Any, **option: Any) -> Any:
-    """Return a field of Overrides that replaces more than one key. ``option``: settings of its
-    command-line option, and its ``type`` if that differs from the field's."""
-    return Field(default, json_schema_extra={"place": "", "option": option})
+    about = kind.model_fields[key].description if key else None
+    return Field(default, description=about, json_schema_extra={"place": place, "option": option})
 
 
 class Overrides(Strict):
@@ -670,36 +666,36 @@ class Overrides(Strict):
     are the help of the options."""
 
     checkpoints: Sources = _option(
-        {}, flag="--checkpoint", type=list[str] | None, metavar="NAME=SOURCE"
+        "", {}, flag="--checkpoint", type=list[str] | None, metavar="NAME=SOURCE"
     )
     """Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without a recipe: the
     checkpoints, of which the first is the baseline of Δ."""
-    quantized: Sources = _option({}, type=list[str] | None, metavar="LABEL=SOURCE")
+    quantized: Sources = _option("", {}, type=list[str] | None, metavar="LABEL=SOURCE")
     """A checkpoint that is quantized already, scored beside its original; without --checkpoint it
     is scored alone. Repeatable."""
-    quantizers: Names = _option(None, type=str | None, metavar="NAMES")
+    quantizers: Names = _option("", type=str | None, metavar="NAMES")
     """These quantizers, separated by commas: bf16,gptq-4bit. Options follow a colon:
     hqq-4bit:axis=0. With +, weights and more: gptq-4bit+kv4. With a recipe, its labels keep their
     settings."""
-    tasks: Names = _option(None, type=str | None, metavar="NAMES")
+    tasks: Names = _option("", type=str | None, metavar="NAMES")
     """These tasks, separated by commas, instead of the recipe's. sciq:validation scores the file
     validation.jsonl of the data folder."""
-    dtype: Literal["bfloat16", "float32"] | None = _option(None)
+    dtype: Literal["bfloat16", "float32"] | None = _option("")
     """Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are ten times
     slower in bfloat16."""
-    answers: str | None = _replaces("answers.prompts", metavar="FILE|TASK")
-    definitions: Path | None = _replaces("definitions", metavar="FOLDER")
-    data: Path | None = _replaces("data", metavar="FOLDER")
-    skip_missing: bool | None = _replaces("skip_missing", flag="--skip-missing")
-    calibration: str | Path | None = _replaces("calibration.path", type=str | None, metavar="FILE")
-    calibration_samples: int | None = _replaces("calibration.samples", metavar="N")
-    calibration_length: int | None = _replaces("calibration.length", metavar="N")
-    limit: int | None = _replaces("evaluation.limit", metavar="N")
-    scoring: Literal["auto", "exact", "fast", "lm-eval"] | None = _replaces(
+    answers: str | None = _option("answers.prompts", metavar="FILE|TASK")
+    definitions: Path | None = _option("definitions", metavar="FOLDER")
+    data: Path | None = _option("data", metavar="FOLDER")
+    skip_missing: bool | None = _option("skip_missing", flag="--skip-missing")
+    calibration: str | Path | None = _option("calibration.path", type=str | None, metavar="FILE")
+    calibration_samples: int | None = _option("calibration.samples", metavar="N")
+    calibration_length: int | None = _option("calibration.length", metavar="N")
+    limit: int | None = _option("evaluation.limit", metavar="N")
+    scoring: Literal["auto", "exact", "fast", "lm-eval"] | None = _option(
         "evaluation.scoring", metavar="MODE"
     )
-    add_bos: bool | None = _replaces("evaluation.add_bos", flag="--add-bos/--no-add-bos")
-    stream: bool | None = _replaces("evaluation.stream", flag="--stream/--no-stream")
+    add_bos: bool | None = _option("evaluation.add_bos", flag="--add-bos/--no-add-bos")
+    stream: bool | None = _option("evaluation.stream", flag="--stream/--no-stream")
 
     def __init__(self, **values: Any) -> None:
         """Check the values. Raises RecipeError for values of other types."""
