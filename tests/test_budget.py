@@ -215,7 +215,7 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     def stops(self, *variants, **options):
         before = len(calls)
         calls.extend(map(tuple, variants))
-        if before < 60 <= len(calls):
+        if before < 70 <= len(calls):
             raise MemoryError("stopped")
         return losses(self, *variants, **options)
 

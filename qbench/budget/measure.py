@@ -139,7 +139,7 @@ class Search:
         for _, names in itertools.groupby(modules, self.baseline.block_of):
             missing = {name: modules[name] for name in names if name not in layers}
             places = [linear.in_place(self.model, name, m) for name, (m, _) in missing.items()]
-            costs = self._kl(cell, *places)
+            costs = places and self._kl(cell, *places)
             for (name, (_, bits)), kl in zip(missing.items(), costs, strict=True):
                 layers[name] = bits, kl
             advance((1 + len(layers) / len(modules)) / 2)

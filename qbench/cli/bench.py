@@ -17,7 +17,7 @@ from qbench.cli.options import CommandGroup, DeviceOption, Folder, Json, Only, R
 from qbench.cli.run import load_launcher
 from qbench.files import cache_folder, write_page
 from qbench.machine import choose_device, redirected, terminal
-from qbench.plan import select
+from qbench.plan import plan, select
 from qbench.recipe import Overrides, save
 from qbench.store import Store
 
@@ -119,7 +119,8 @@ def evaluation(
     ```
     """
     bench = load("bench.evaluation_speed")
-    planned = load_launcher(recipe, overrides, out=None, device=device).plan()
+    launcher = load_launcher(recipe, overrides, out=None, device=device)
+    planned = plan(launcher.recipe, device=launcher.device)
     with quiet() as log:
         results = bench.bench_evaluation(planned, log=log)
     show(bench.table(results), results, out)
@@ -144,7 +145,8 @@ def command(
     Options:
     cell: Repeatable: cells to run by name or pattern, one command each. Default: all in one.
     """
-    planned = load_launcher(recipe, overrides, out=None, device=device).plan()
+    launcher = load_launcher(recipe, overrides, out=None, device=device)
+    planned = plan(launcher.recipe, device=launcher.device)
     bench = load("bench.command_speed")
     with TemporaryDirectory() as folder, quiet() as log:
         written = Path(folder) / "recipe.yaml"

@@ -20,10 +20,10 @@ from qbench.cli.run import load_launcher, run
 from qbench.errors import RecipeError, shown
 from qbench.files import cache_folder, require_folder
 from qbench.machine import free, redirected, terminal
-from qbench.plan import Plan, find_calibration
+from qbench.plan import Plan, find_calibration, plan
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.registry import config_of, split_commas
-from qbench.recipe import Overrides, absolute, label_of, save
+from qbench.recipe import Overrides, Recipe, absolute, label_of, save
 from qbench.runner.progress import Display
 from qbench.store import require_no_links
 
@@ -117,7 +117,7 @@ def budget(
     def planned(path: Path, entries: Sequence[Any]) -> Plan:
         """Write the recipe with the quantizers ``entries``; return its plan."""
         save(recipe, changed, path, command="qbench budget", quantizers=[unquantized, *entries])
-        return load_launcher(path, Overrides(), out=folder, device=launcher.device).plan()
+        return plan(Recipe.load(path), device=launcher.device)
 
     from qbench.budget.search import report, search  # scipy and figures
 

@@ -217,3 +217,19 @@ def test_commands_are_shares_of_lm_evals_mean(tmp_path, planned, monkeypatch):
         match=r"^qbench run, all cells: no memory; run it alone: .* -m qbench run ",
     ):
         command_speed.bench_command(planned, tmp_path / "r.yaml", [], log=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    {
+        "evaluation": (evaluation, "bench_evaluation"),
+        "command": (command_speed, "bench_command"),
+    }.items(),
+)
+def test_a_bench_plans_its_recipe(tmp_path, monkeypatch, name, function):
+    plans = []
+    monkeypatch.setattr(*function, lambda plan, *_, **__: plans.append(plan) or {})
+    monkeypatch.setattr(function[0], "table", lambda _: "")
+    recipe = small_recipe(tmp_path, quantizers=["fp32"], tasks=["demo_pages"])
+    assert qbench("bench", name, recipe, "--device", "cpu") == 0
+    assert [cell.label for cell in plans[0].cells][:1] == ["fp32"]
