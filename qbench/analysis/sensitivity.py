@@ -18,9 +18,11 @@ from qbench.analysis.hidden import decoder_layers
 from qbench.errors import EvaluationError
 from qbench.evaluation.degradation import ratio
 from qbench.evaluation.scoring.hidden_states import LMHead, decoder_and_head
+from qbench.files import GIB
+from qbench.machine import memory_gib
 from qbench.metrics import perplexity
 from qbench.records import UnitSensitivity
-from qbench.streaming import decoder_blocks, is_sharded, stream_of
+from qbench.streaming import decoder_blocks, free_gpu_bytes, is_sharded, stream_of
 
 AT_ONCE = 8  # variants of a block
 LOGITS = 2**26  # computed at once
@@ -71,8 +73,9 @@ class Baseline:
         self.decoder, self.head = decoder_and_head(model)
         self.root, self.blocks = decoder_blocks(model)
         self._inputs: list[list[Tensor]] = []  # by batch and block, [B, T, H]
-        # False: blocks do not lie on one device, or read more than the output of the block before
-        self.skips = stream_of(model) is None and not is_sharded(model)
+        # False: blocks do not lie on one device, or read more than the output of the block before,
+        # or their inputs would take half of the free memory
+        self.skips = stream_of(model) is None and not is_sharded(model) and self._have_room()
         with torch.inference_mode():
             self.rows = [self._recorded(tokens) for tokens in self._batches()]
             inputs = [*zip(self._inputs, self._batches(), strict=False)]
@@ -130,6 +133,13 @@ class Baseline:
                 names = ", ".join([*modules][:3]) + (choice and f" by {choice}")
                 raise EvaluationError(f"{names}: {NOT_FINITE}")
         return values
+
+    def _have_room(self) -> bool:
+        """Return whether the inputs of all blocks fit into half of the free memory."""
+        width, device = self.model.get_input_embeddings().weight.shape[1], self.model.device
+        needed = len(self.blocks) * self.ids.numel() * width * self.model.dtype.itemsize
+        free = memory_gib("cpu") * GIB if device.type == "cpu" else free_gpu_bytes(device)
+        return needed < free / 2
 
     def _batches(self) -> Iterator[Tensor]:
         for first in range(0, len(self.ids), self.batch):
