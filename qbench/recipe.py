@@ -527,7 +527,7 @@ class Recipe(Strict):
     def _parse_quantizers(cls, value: Any, _: Any, info: ValidationInfo) -> Any:
         """Turn the entries of ``quantizers`` into QuantizerEntry objects."""
         if not value:
-            raise ValueError("must be a list, such as [bf16, gptq-4bit]")
+            raise ValueError("must name at least one quantizer, such as [bf16, gptq-4bit]")
         dtype = info.data.get("compute_dtype") or unquantized_dtype(value)
         return tuple(_column(index, entry, dtype) for index, entry in enumerate(value))
 

@@ -107,7 +107,7 @@ def test_a_gpu_that_refuses_all_further_work_is_told_of_and_ends_no_run(tmp_path
     error = machine.attempt(lambda: refuse(), tmp_path / "log", "cuda")
     assert error == "RuntimeError: " + BROKEN + " (the traceback is in its log)"
     assert BROKEN in machine.broken_device()
-    with pytest.raises(LostExecutorError, match="after an error of the GPU"):
+    with pytest.raises(LostExecutorError, match="an earlier cell left the GPU unusable"):
         SerialExecutor().submit(print).result()
 
 

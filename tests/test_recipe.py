@@ -76,7 +76,7 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
         ({"quantizers": ["gptq-5bit"]}, ["quantizers[0]", "gptq has no 5-bit", "2, 3, 4, 8"]),
         ({"quantizers": ["rtn-4bit", "rtn-4bit"]}, ["rtn-4bit", "twice", "label"]),
         ({"quantizers": [{"name": "rtn-4bit", "group_size": 1e21}]}, ["[0]", "group_size"]),
-        ({"quantizers": []}, ["quantizers", "list"]),
+        ({"quantizers": []}, ["quantizers", "at least one"]),
         ({"quantizers": ["gptq-4bit"]}, ["gptq-4bit", "calibration"]),
         ({"tasks": ["piqa", "piqa"]}, ["piqa", "twice"]),
         ({"checkpoints": {"a": {"path": "x", "normalizer": "softpik"}}}, ["softpik", "softpick"]),

@@ -98,14 +98,15 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
     return cells
 
 
-def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisManifest:
-    """Return the manifest of an analysis of ``cells``."""
+def analysis_manifest(plan: Plan, cells: Sequence[Cell]) -> AnalysisManifest:
+    """Return the manifest of an analysis: the recipe's name, checkpoint, label and key of each of
+    ``cells``, and all of the recipe's ``replicates``."""
     return AnalysisManifest(
         name=plan.recipe.name, cells=tuple(map(_place, cells)), replicates=plan.recipe.replicates
     )
 
 
-def put_sensitivity_grid(out: Analyses[Sensitivity], cells: Sequence[Cell], name: str) -> None:
+def put_sensitivity_manifest(out: Analyses[Sensitivity], cells: Sequence[Cell], name: str) -> None:
     """Write the manifest of the recipe ``name``: ``cells``, after the other cells of earlier
     commands."""
     fresh = [_place(cell) for cell in cells]
@@ -153,9 +154,10 @@ def analyze_if_needed(
     progress: Progress,
     force: bool,
 ) -> Analysis | Sensitivity:
-    """Return the valid record of ``cell``; analyze it first if there is none, or if ``force``. If
-    another process is analyzing the cell, wait for its record. An unfinished sensitivity is
-    continued, unless ``force``."""
+    """Return the record of ``cell``: a finished one that is stored, unless ``force``, else that of
+    a new analysis; if it fails the record's ``status`` says so, and nothing is raised. If another
+    process is analyzing the cell, wait for its record. An unfinished sensitivity is continued,
+    unless ``force``."""
     requested = datetime.now(UTC)
     with FileLock(analyses.path(cell.grid_cell, ".lock")):
         progress.begin(cell.name)

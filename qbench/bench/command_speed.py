@@ -4,13 +4,12 @@ one model, and ``qbench run`` of cells and of a recipe (``qbench bench command``
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import yaml
@@ -40,7 +39,7 @@ def bench_command(
     EvaluationError if a command fails.
     """
     rows: list[Row] = []
-    with TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         theirs = lm_eval_command(planned, folder / "definitions")
 
@@ -54,7 +53,10 @@ def bench_command(
             if done.returncode:
                 lines = done.stderr.strip().splitlines()
                 why = lines[-1] if lines else f"exit code {done.returncode}"
-                raise EvaluationError(f"{about}: {why}; run it alone: {shlex.join(command)}")
+                handle, log_file = tempfile.mkstemp(".log", "qbench-bench-")
+                with os.fdopen(handle, "w") as file:
+                    file.write(done.stderr)
+                raise EvaluationError(f"{about}: {why}; all that it printed: {log_file}")
 
         run(LM_EVAL, theirs)
         for pattern in cells or [""]:

@@ -324,7 +324,10 @@ def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], 
     try:
         stats = [(name, (folder / name).stat()) for name in (*weights, CONFIG, *sorted(names))]
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"{error.filename} cannot be read ({error.strerror}); fetch the checkpoint again, or "
+            "correct the permissions of its folder"
+        ) from None
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 

@@ -153,7 +153,8 @@ def set_ours_or_native(model: PreTrainedModel, normalizer: str, implementation: 
         reason = first_line(error)
     if model.config._attn_implementation != implementation:
         raise UnavailableError(
-            f"{type(model).__name__} has no {implementation} attention ({reason})"
+            f"{type(model).__name__} has no {implementation} attention ({reason}), which "
+            "normalizer native needs; leave this checkpoint out, or give it another normalizer"
         )
 
 

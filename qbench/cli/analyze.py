@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from qbench.analysis.analyze_run import (
-    analysis_grid,
+    analysis_manifest,
     analyze_if_needed,
     chosen,
     plan_analyses,
     plan_sensitivities,
-    put_sensitivity_grid,
+    put_sensitivity_manifest,
 )
 from qbench.analysis.analyzed_text import (
     FIELD,
@@ -107,7 +107,7 @@ def analyze(
     require_runnable(cells)
     units = plan_sensitivities(planned, sensitivity, settings) if sensitivity is not None else ()
     analyzed, analyses = plan_analyses(planned, settings), Analyses(launcher.out)
-    grid = analysis_grid(planned, analyzed)
+    grid = analysis_manifest(planned, analyzed)
     before = analyses.put_manifest(grid)
     if before is not None and before.cells != grid.cells:
         complain(
@@ -121,7 +121,7 @@ def analyze(
         checkpoints = {cell.checkpoint_name for cell in cells}
         units = [cell for cell in units if cell.checkpoint_name in checkpoints]
         by_layer = Sensitivities(launcher.out)
-        put_sensitivity_grid(by_layer, units, planned.recipe.name)
+        put_sensitivity_manifest(by_layer, units, planned.recipe.name)
         broken += compute_missing(by_layer, settings, units, planned, launcher, force=force)
     paths = write_analyses(Store(launcher.out))
     typer.echo(paths[0].read_text())

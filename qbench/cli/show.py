@@ -91,7 +91,7 @@ def export(
     out: Where to write it. Default: FOLDER/export/FORMAT; for archive FOLDER.
     """
     if (to is None) == (model is None):
-        raise ResultsError("write --to FORMAT, or --model DIR for the model of one cell")
+        raise ResultsError("export: give either --to FORMAT, or --model DIR for one cell's model")
     if model is not None:
         require_folder(model, "--model")
         store, record = find_cell(str(folder))

@@ -57,7 +57,7 @@ def tokenize(
     """
     if (tokenizer is None) == (vocabulary is None):
         raise RecipeError(
-            "tokenize: add --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
+            "tokenize: give either --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
         )
     last = time.monotonic()
 

@@ -380,7 +380,8 @@ def external_model(model: str, args: Mapping[str, Any]) -> LM:
         return get_model(model).create_from_arg_obj(dict(args))
     except Exception as error:  # whatever its library, its server or its arguments say
         raise UnavailableError(
-            f"lm-eval's {model} cannot be started: {first_line(error)}; correct its args"
+            f"lm-eval's {model} cannot be started: {first_line(error)}; correct its args in "
+            "quantizers, install what it needs, or start its server"
         ) from error
 
 

@@ -67,7 +67,9 @@ class SerialExecutor(Executor):
         future: Future = Future()
         try:
             if (problem := broken_device()) is not None:
-                raise LostExecutorError(f"after an error of the GPU ({problem}); run again")
+                raise LostExecutorError(
+                    f"not run: an earlier cell left the GPU unusable ({problem}); run again"
+                )
             future.set_result(fn(*args, **kwargs))
         except Exception as error:
             future.set_exception(error)

@@ -244,7 +244,8 @@ def degrees_of_freedom(weights: Floats, kurtosis: Floats) -> Floats:
 
 def bootstrap_ratios(made: Contrasts, weights: Floats) -> tuple[NDArray, BootstrapT]:
     """Studentize contrasts of ratios of sums, −Σ steps / Σ ``weights`` [documents]. Return the
-    indices of the contrasts that allow it, and their intervals. No standard error is 0."""
+    indices of those whose rounds lie on both sides of the estimate, and their intervals. The caller
+    leaves out contrasts whose standard error is 0."""
     values = -made.steps
     rest = values - (values.sum(axis=1) / weights.sum())[:, None] * weights
     rest /= np.sqrt(np.mean(rest**2, axis=1))[:, None]

@@ -251,6 +251,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
     """Make torch's operators and compiled kernels deterministic in the body, or raise RuntimeError
     at one that cannot be; with ``enabled`` False let them be as fast as they can."""
     before = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
     torch.utils.deterministic.fill_uninitialized_memory = False  # none is read
     try:
@@ -259,3 +260,4 @@ def deterministic(enabled: bool) -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

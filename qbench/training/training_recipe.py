@@ -92,8 +92,8 @@ class Shape(Strict):
         shared = self.kv_heads or self.heads
         if self.hidden % self.heads or self.hidden // self.heads % 2 or self.heads % shared:
             raise ValueError(
-                f"hidden {self.hidden}, heads {self.heads}, kv_heads {shared}: heads must divide "
-                "hidden into even parts, and kv_heads must divide heads"
+                f"hidden {self.hidden}, heads {self.heads}, kv_heads {shared}: hidden / heads "
+                "must be an even whole number, and heads / kv_heads a whole number"
             )
         if self.positions is not None and self.positions < self.context:
             raise ValueError(f"positions {self.positions} are fewer than context {self.context}")

@@ -212,11 +212,11 @@ def test_commands_are_shares_of_lm_evals_mean(tmp_path, planned, monkeypatch):
     assert [row["seconds"] for row in rows] == [10, 3, 14]
     assert rows[1]["speed"] == 0.25
     ends, clock = iter([1]), iter(range(4))
-    with pytest.raises(
-        EvaluationError,
-        match=r"^qbench run, all cells: no memory; run it alone: .* -m qbench run ",
-    ):
+    monkeypatch.setattr(command_speed.tempfile, "tempdir", str(tmp_path))
+    words = "^qbench run, all cells: no memory; all that it printed: "
+    with pytest.raises(EvaluationError, match=words) as error:
         command_speed.bench_command(planned, tmp_path / "r.yaml", [], log=lambda _: None)
+    assert "File x" in Path(str(error.value).partition("printed: ")[2]).read_text()
 
 
 @pytest.mark.parametrize(

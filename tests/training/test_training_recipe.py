@@ -22,7 +22,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"normalizers": ["softmax+gate"]}, "each also with +head-gate or +element-gate"),
         ({"normalizers": ["softmax", "softmax"]}, "softmax is listed twice"),
         ({"seeds": [1, 1]}, "1 is listed twice"),
-        ({"model": {"heads": 3}}, "heads must divide hidden into even parts"),
+        ({"model": {"heads": 3}}, "hidden / heads must be an even whole number"),
         ({"batch": {"tokens": 65}}, "batch.tokens 65 must be a multiple of model.context 16"),
         ({"batch": {"sequences": 3}}, "batch.sequences 3 must divide the 4 sequences of a step"),
         ({"tokens": 8}, "tokens 8: less than one step"),

@@ -448,9 +448,9 @@ def scores_minus_lse(
     products, keys, q_pos, s_log_n, qk_scale, inv_softcap, slope, lse,
     NORM: tl.constexpr, FLAGS: tl.constexpr, LSE_SLOPED: tl.constexpr,
 ):  # fmt: skip
-    """Return scores less their row's lse, a value with the scores' sign, and the argument of
-    :func:`cap_gradient` if they are capped. LSE_SLOPED: :func:`sloped_lse` was applied to ``lse``.
-    """
+    """Return (scores less their row's ``lse``, both in units of log2, so that exp2 of it is a
+    weight; a value with the scores' sign; the argument of :func:`cap_gradient` if they are capped).
+    LSE_SLOPED: :func:`sloped_lse` was applied to ``lse``."""
     if slope_in_lse(NORM, FLAGS):
         tanhs = products
         if CAPPED & FLAGS:

@@ -36,7 +36,8 @@ STATS = gl.NVMMASharedLayout(0, 32, 1)
 
 
 def fits(device: torch.device, query: Layout, key: Layout, value: Layout, flags: int) -> bool:
-    """Return whether the kernels support such tensors, which have neither mask nor bounds."""
+    """Return whether to use these kernels for such tensors, without mask or bounds: they support
+    them, and the work is large enough (MIN_WORK) to be faster than Triton's."""
     batch, heads, length, width = query.shape
     return (
         flags & (CAUSAL.value | WINDOWED.value) == CAUSAL.value

@@ -446,8 +446,9 @@ def has_tma_layout(layout: Layout) -> bool:
 def mask_or_spans(
     mask: Tensor | None, seq_bounds: Tensor | None, seq_count: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (mask, None) or (None, bounds), whichever describes the sequences, (None, None) if
-    every batch row is one; see ``varlen.sequence_bounds``."""
+    """Return (mask, None) or (None, bounds), as the kernels need them. ``seq_count`` is that of
+    ``varlen.sequence_bounds``: n > 0 takes the first n rows of ``seq_bounds``, 0 neither, since
+    every batch row is one sequence, −1 the mask. Without it or bounds, both come back as given."""
     if seq_bounds is None or seq_count is None:
         return mask, seq_bounds
     count = int(seq_count)

@@ -110,7 +110,8 @@ def generate(
     windows = [_window(hflm.tokenizer, stop) for stop in stops]
 
     def finished(index: int, tokens: list[int]) -> bool:
-        """Return whether the answer ``tokens`` to prompt ``index`` ends here."""
+        """Return whether ``tokens``, the answer to prompt ``index`` so far, ends with an end token
+        or holds a stop string. Its length is limited elsewhere."""
         if tokens[-1] in ends:
             return True
         latest = hflm.tokenizer.decode(tokens[-windows[index] :])
@@ -315,7 +316,9 @@ class SlotLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [slots, H, T, D]; return those to attend to."""
+        """Store new keys and values [slots, H, T, D] at ``self.at``; return those to attend to:
+        while prompts are read those of their slots, with ``at.column`` all memory (a mask hides
+        columns that are not written), else all slots up to ``at.end``."""
         at = self.at
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
