@@ -44,7 +44,7 @@ def find_text(address: str, *, data: Path | None) -> Path:
         return Path(address).resolve()
     if data is not None:
         for folder in (data / "calibration", data.parent / "calibration"):
-            files = sorted(folder.glob("*.jsonl"))
+            files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
             if len(files) == 1:
                 return files[0]
             if files:

@@ -27,7 +27,7 @@ SMALL = {"hidden_size": 1024}
 def resolved(device="cuda", config=SMALL, own_length=4096, shares_scales=False, **asked):
     return scoring_settings(
         Evaluation(**asked),
-        SimpleNamespace(config=config, max_length=own_length),
+        SimpleNamespace(config=config, max_length=own_length, source="mine"),
         SimpleNamespace(
             runtime="transformers", amplifies_rounding=False, batch_invariant=not shares_scales
         ),
