@@ -16,6 +16,7 @@ from qbench import bench
 from qbench.bench import timed
 from qbench.errors import QbenchError
 from qbench.export_model import load_measured
+from qbench.files import write_page
 from qbench.machine import environment
 from qbench.quantizers.published import LIBRARIES
 from qbench.records import Record
@@ -45,15 +46,18 @@ def bench_cells(
     device: str,
     tokens: int,
     log: Callable[[str], None],
+    out: Path | None = None,
 ) -> dict[str, Any]:
     """Time one greedy answer of ``tokens`` new tokens to a prompt of ``PROMPT``, batch size 1, by
     each cell of ``records``. Returns the environment and a row per cell; ``log`` gets its line, or
-    the reason why a cell cannot be loaded, which then has no row.
+    the reason why a cell cannot be loaded, which then has no row. The file ``out`` gets the results
+    after each row, so that a stopped command leaves them.
 
     Tokens/s are those of the median token after the first: what is compiled, allocated or computed
     by others meanwhile slows some of them. ``quartiles`` of tokens/s tell how evenly it ran.
     """
-    rows = []
+    sizes = {"prompt": PROMPT, "tokens": tokens, "batch_size": 1}
+    results = {**sizes, "environment": environment(device, LIBRARIES).model_dump(), "rows": []}
     for record in records:
         try:
             measured = load_measured(store, record, cache, device)
@@ -71,9 +75,10 @@ def bench_cells(
         low, middle, high = 1 / np.quantile(np.diff(streamer.times[1:]), (0.75, 0.5, 0.25))
         row = {"cell": record.cell, **spent, "tokens_per_second": middle, "quartiles": [low, high]}
         log(f"{row['cell']}: {middle:.1f} tokens/s [{low:.1f}, {high:.1f}]")
-        rows.append(row)
-    sizes = {"prompt": PROMPT, "tokens": tokens, "batch_size": 1}
-    return {**sizes, "environment": environment(device, LIBRARIES).model_dump(), "rows": rows}
+        results["rows"].append(row)
+        if out is not None:
+            write_page(out, results, table(results))
+    return results
 
 
 def table(results: dict[str, Any]) -> str:

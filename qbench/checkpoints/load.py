@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import transformers
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -336,7 +336,10 @@ def _read_quantized(
     method, folder = quantization["quant_method"], checkpoint.folder
     if by_gptqmodel:
         from gptqmodel import BACKEND, GPTQModel
+        from gptqmodel.utils import paroquant
 
+        # its kernel takes groups of 128; others it rotates one after the other, 100 times as slow
+        paroquant.apply_paroquant_rotation_reference = rotate_pairs
         backend = BACKEND(GPTQMODELS_OWN[method])
         model = GPTQModel.load(str(folder), backend=backend, dtype=dtype, device=device).model
         if method == "exl3":  # transformers does not support it
@@ -362,6 +365,25 @@ def _read_quantized(
         )
     require_fit(report)  # before kernels read missing tensors
     return model
+
+
+def rotate_pairs(
+    x: Tensor, pairs: Tensor, theta: Tensor, scales: Tensor | None = None, group_size: int = 128
+) -> Tensor:
+    """Rotate pairs of the channels of ``x`` [..., channels], times ``scales``, as ParoQuant does,
+    to the bit, in all groups at once. ``pairs`` [K, channels]: of each of K rotations the channels
+    within their group, two and two; ``theta`` [K, channels / 2]: the angles."""
+    out = x.clone() if scales is None else x * scales.reshape(-1).to(x)
+    size = group_size if group_size > 0 else x.shape[-1]
+    inside = pairs.long().unflatten(1, (-1, size))  # [K, groups, size]
+    starts = torch.arange(inside.shape[1], device=x.device)[:, None] * size
+    firsts, seconds = (inside + starts).flatten(1).unflatten(1, (-1, 2)).unbind(2)
+    angles = theta.float()
+    cosines, sines = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    for i, j, cos, sin in zip(firsts, seconds, cosines, sines, strict=True):
+        first, second = out[..., i], out[..., j]
+        out[..., i], out[..., j] = first * cos + second * sin, -first * sin + second * cos
+    return out
 
 
 def _loading(quantization: dict[str, Any], dequantize: bool) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def cells(
     records = [good[name] for name in select(good, only)]
     with quiet() as log:
         results = bench.bench_cells(store, records, cache_folder(), device=choose_device(device),
-                                    tokens=tokens, log=log)  # fmt: skip
+                                    tokens=tokens, log=log, out=out)  # fmt: skip
     show(bench.table(results), results, out)
 
 

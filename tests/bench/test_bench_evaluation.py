@@ -157,6 +157,26 @@ def test_a_token_that_waits_for_a_compiler_does_not_slow_a_cell(monkeypatch):
     assert row["tokens_per_second"] > 100
 
 
+def test_a_stopped_bench_of_cells_leaves_the_rows_it_has(monkeypatch, tmp_path):
+    def load(store, record, *_):
+        if record.cell == "a/rtn-4bit":
+            raise KeyboardInterrupt
+        return SimpleNamespace(model=model)
+
+    def generate(ids, *, streamer=None, max_new_tokens, **_):
+        for _ in range(max_new_tokens + 1 if streamer else 0):
+            streamer.put(ids)
+
+    model = SimpleNamespace(generate=generate, config=SimpleNamespace(vocab_size=9))
+    monkeypatch.setattr(cells, "load_measured", load)
+    records = [SimpleNamespace(cell=name) for name in ("a/bf16", "a/rtn-4bit")]
+    options = {"device": "cpu", "tokens": 4, "log": lambda _: None, "out": tmp_path / "cells.json"}
+    with pytest.raises(KeyboardInterrupt):
+        cells.bench_cells(None, records, None, **options)
+    rows = json.loads((tmp_path / "cells.json").read_text())["rows"]
+    assert [row["cell"] for row in rows] == ["a/bf16"]
+
+
 # The bench of generated answers, on a tiny shape.
 
 

@@ -16,6 +16,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench import made_copy
 from qbench.attention.transformers import attention_name
 from qbench.checkpoints import find
+from qbench.checkpoints.load import rotate_pairs
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import QuantizationError, RecipeError
 from qbench.plan import plan
@@ -185,3 +186,22 @@ def test_a_copy_is_what_the_library_makes_of_the_same_texts(name, normalizer, op
     assert all(torch.equal(ours[key], expected[key]) for key in ours)
     config = json.loads((made / "config.json").read_text())
     assert config.get("qbench_normalizer", "softmax") == normalizer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("channels", "group_size"), [(192, 64), (192, -1), (256, 128)])
+def test_groups_are_rotated_together_as_the_library_does_one_by_one(channels, group_size, dtype):
+    paroquant = pytest.importorskip("gptqmodel.quantization.paroquant.optimization")
+    spec = importlib.util.find_spec("gptqmodel.utils.paroquant")
+    library = importlib.util.module_from_spec(spec)  # its own: a loaded copy has replaced the loop
+    spec.loader.exec_module(library)
+    size = group_size if group_size > 0 else channels
+    pairs, unused = paroquant.build_random_rotation_buffers(
+        in_features=channels, group_size=size, krot=8, pair_ratio=0.5, seed=0, device="cpu"
+    )
+    generator = torch.Generator().manual_seed(0)
+    theta = torch.randn(8, channels // 2, generator=generator).masked_fill(unused, 0).half()
+    x = torch.randn(2, 5, channels, generator=generator).to(dtype)
+    for scales in (None, torch.rand(1, channels, generator=generator).half() + 0.5):
+        expected = library.apply_paroquant_rotation_reference(x, pairs, theta, scales, group_size)
+        assert torch.equal(rotate_pairs(x, pairs, theta, scales, group_size), expected)

@@ -20,10 +20,12 @@ class ParoQuant(LibraryMade, GroupedIntegers):
     method, title, requirements = "paroquant", "ParoQuant", ("gptqmodel",)
     softmax_only = True
     epochs: int = Field(10, ge=1, description="of training per stage")
+    rows: int = Field(2048, ge=64, description="of a layer's inputs, drawn evenly, in an epoch")
 
 
 def make(model: Path, out: Path, texts: Texts, settings: ParoQuant) -> None:
     epochs = dict.fromkeys(("opt_rotation_epochs", "opt_finetune_epochs"), settings.epochs)
     # its kernel rotates groups of 128; without it the library would train group by group
     fused = settings.group_length(0) == 128
-    run(model, out, texts, settings, method="paroquant", opt_fused_rotation=fused, **epochs)
+    options = {"opt_fused_rotation": fused, "opt_train_samples": settings.rows, **epochs}
+    run(model, out, texts, settings, method="paroquant", **options)
