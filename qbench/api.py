@@ -62,11 +62,12 @@ def evaluate(
     and ``.plot()``.
 
     ``path_or_mapping`` is a folder or hub id, or a mapping of names to these; ``quantizers`` and
-    ``tasks`` are names as ``qbench list`` prints them, ``device`` cpu or cuda (None: cuda if there
-    is a GPU); ``options`` are those of ``Overrides``, as of ``qbench run``: data, limit,
-    calibration and more. An unquantized column is added if ``quantizers`` has none. Finished cells
-    in the folder ``out`` (default: results/NAME) are reused. Raises QbenchError for what cannot
-    work.
+    ``tasks`` are names as ``qbench list`` prints them, in a list or separated by commas; ``device``
+    is cpu or cuda (None: cuda if there is a GPU). ``options`` are those of ``Overrides``, as of
+    ``qbench run``: data, limit, calibration and more. An unquantized column is added if
+    ``quantizers`` has none. Finished cells in the folder ``out`` (default: results/ and the names
+    of the checkpoints) are reused; ``.verdict`` names cells that failed. Raises QbenchError for
+    what cannot work.
     """
     checkpoints = path_or_mapping
     if isinstance(checkpoints, str | Path):
@@ -108,7 +109,8 @@ def run(
     other cells are neither run nor returned. ``force`` runs cells again that have a record.
     ``executor`` is any of ``concurrent.futures``; None runs one cell after the other in this
     process. Progress goes to standard error. A cell that fails has a record with ``status``
-    "failed". Raises OutputError if ``out`` cannot be written.
+    "failed". Raises RecipeError for a glob without a match, OutputError if ``out`` cannot be
+    written.
     """
     require_folder(Path(out), "run: out")
     cells = planned.select(only)
@@ -135,8 +137,9 @@ def load_records(folder: str | Path) -> pd.DataFrame:
     out; a group's score, such as mmlu's, has the group as its ``task``.
 
     Columns, also of a table without rows: checkpoint, quantizer, method, precision, normalizer,
-    task, metric, value, stderr, documents, higher_is_better, bits_per_weight and key. Raises
-    ResultsError for a folder without results or with a damaged file.
+    task, metric, value (as lm-eval gives it: accuracies are fractions), stderr, documents,
+    higher_is_better, bits_per_weight (None if not audited) and key. Raises ResultsError for a
+    folder without results or with a damaged file.
     """
     rows = [
         (
@@ -155,9 +158,10 @@ def load_answers(folder: str | Path) -> pd.DataFrame:
     """Return one row per token of the unquantized models' answers, of each finished record of a
     results folder's last run that has read any.
 
-    Columns: checkpoint, quantizer, document, sample, position (−1: the prompt), text, kl, change,
-    margin, agrees, and class, one of ``qbench.comparison.answers.CLASSES`` ("prompt" for a prompt).
-    Raises ResultsError for a folder without results or with a damaged file.
+    Columns: checkpoint, quantizer, document, sample, position (−1: the prompt), text, and of
+    quantized cells kl (nats), change of the token's log-probability, margin and agrees (likeliest
+    token, see docs/records.md); class, one of ``qbench.comparison.answers.CLASSES`` ("prompt" for a
+    prompt). Raises ResultsError for a folder without results or with a damaged file.
     """
     store = Store(Path(folder))
     tables = [pd.DataFrame(columns=["checkpoint", "quantizer", *ANSWER_COLUMNS, "class"])]
@@ -175,12 +179,14 @@ def load_answers(folder: str | Path) -> pd.DataFrame:
 
 def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
     """Set the attention function of a model of transformers; return what runs, such as
-    "softpick/triton".
+    "softpick/triton". The model's configuration, which is saved with it, names the normalizer from
+    then on.
 
     ``normalizer`` is one of ``qbench list normalizers``. ``implementation`` is "triton" (kernels,
-    on a CUDA GPU), "reference" (PyTorch), or "auto" (triton on CUDA, else reference). Raises
-    RecipeError for an unknown name, UnavailableError if triton cannot run or the model's class does
-    not take its attention from outside.
+    on a CUDA GPU), "reference" (PyTorch), or "auto" (triton on CUDA if the function has kernels,
+    else reference). Raises RecipeError for an unknown name, UnavailableError if triton cannot run
+    or has no kernels for the function, or if the model's class does not take its attention from
+    outside.
     """
     from qbench.attention.transformers import set_attention
 

@@ -214,8 +214,9 @@ def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
 
 
 def load_original(cell: Cell, plan: Plan, *, verify: bool = True) -> PreTrainedModel:
-    """Return the unquantized model; without ``verify``, what an earlier load has measured is not
-    measured again."""
+    """Return the cell's checkpoint as an unquantized model, on the plan's device or placed by
+    ``offload_policy``. Without ``verify``, what an earlier load has measured is not measured
+    again."""
     dtype = getattr(torch, cell.quantization.compute_dtype)
     return load_model(
         cell.checkpoint,

@@ -21,8 +21,8 @@ SHOWN = 80  # characters of a value in a message
 
 
 class QbenchError(Exception):
-    """Base of all errors that a user can put right. ``lines`` has one line per problem; words of
-    more than 500 characters are cut."""
+    """Base of all errors that a user can put right. ``lines`` has one line per problem; a word of
+    more than 500 characters is cut to 80."""
 
     def __init__(self, *lines: str) -> None:
         lines = tuple(LONG_WORD.sub(lambda word: word[0][:SHOWN] + "…", line) for line in lines)

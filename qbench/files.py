@@ -48,8 +48,9 @@ def cache_folder() -> Path:
 
 
 def short_path(path: str | Path) -> str:
-    """Return a hub id as it is, a path below the working folder relative to it, and the last two
-    parts of any other path: records shall not reveal where a machine keeps its files."""
+    """Return a hub id or another relative path as it is, a path below the working folder relative
+    to it, and the last two parts of any other path, after ``…/``: records shall not reveal where a
+    machine keeps its files."""
     path = Path(path)
     if not path.is_absolute():
         return str(path)
@@ -92,7 +93,8 @@ def file_digest(path: Path) -> str:
 
 
 def write_atomically(path: Path, payload: bytes) -> None:
-    """Write ``payload`` to ``path`` in one step, as :func:`replacing` does."""
+    """Write ``payload`` to ``path`` in one step. Folders, links and errors are treated as by
+    :func:`replacing`."""
     with replacing(path) as making:
         making.write_bytes(payload)
 
@@ -101,9 +103,10 @@ def write_atomically(path: Path, payload: bytes) -> None:
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
     """Yield a temporary path; the file that the body writes there then replaces ``path``.
 
-    ``path`` holds the old or the new content at any time, never a part. If ``path`` is a symbolic
-    link, the file that it points to is replaced. Raises OutputError if it cannot be written, or is
-    a folder or a device. ``sync``: wait until the disk has the file.
+    ``path`` holds the old or the new content at any time, never a part. Its folder is made if
+    needed. If ``path`` is a symbolic link, the file that it points to is replaced. ``sync``: wait
+    until the disk has the file. Raises OutputError if ``path`` is a folder or a device or cannot be
+    written, and for any OSError or ValueError of the body.
     """
     try:
         _require_file(path)
@@ -124,8 +127,9 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
     """Write ``tensors`` by name, and the texts ``about`` as metadata, to the new file ``path``.
-    Others may read the file (safetensors makes it readable for its owner only). Tensors are not
-    serialized in memory first. Raises OSError if it cannot be written."""
+    Tensors are not serialized in memory first. Other users may read the file as the process's umask
+    says (safetensors alone would make it readable for its owner only). Raises OSError if it cannot
+    be written."""
     from safetensors.torch import save_file
 
     try:
@@ -141,9 +145,10 @@ ABOUT = "about"  # the one entry of a file's metadata: several come in no fixed 
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """Write ``tensors`` by name, with ``about`` as metadata, and beside them their digest. Files
-    are not synced to the disk, which may take longer than computing them: a file damaged by a crash
-    of the host does not match its digest. Raises OutputError."""
+    """Write ``tensors`` by name to the safetensors file ``path``, with ``about``, as JSON, in its
+    metadata, and their digest to ``path`` + ".digest". The disk is not waited for, which may take
+    longer than computing the tensors: a file damaged by a crash of the host does not match its
+    digest. Raises OutputError."""
     with replacing(path, sync=False) as making:
         save_tensors(making, tensors, {ABOUT: json.dumps(about, sort_keys=True)})
         path.with_name(f"{path.name}.digest").write_text(f"{digest_of_parts(making)}\n")
@@ -151,7 +156,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any])
 
 def verify_tensors(path: Path, payload: bytes | None = None) -> dict[str, Any]:
     """Read the whole file that ``write_tensors`` wrote, compare it with its digest and return its
-    ``about``. Raises OSError or ValueError if it is missing or changed."""
+    ``about``. ``payload``: the file's bytes, if they are read already. Raises OSError or ValueError
+    if a file is missing or changed."""
     kept = path.with_name(f"{path.name}.digest").read_text().strip()
     if kept != digest_of_parts(payload or path):
         raise ValueError("its content does not match its digest")
@@ -164,8 +170,9 @@ def verify_tensors(path: Path, payload: bytes | None = None) -> dict[str, Any]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` once the body has filled it. ``path``
-    may be an empty folder. Raises OutputError if it cannot be written."""
+    """Yield a temporary folder, which is renamed to ``path`` once the body has filled it, and
+    removed if the body raises. ``path`` is missing or an empty folder. Raises OutputError if it
+    cannot be written, and for any OSError of the body."""
     making = temporary(path.absolute())
     try:
         shutil.rmtree(making, ignore_errors=True)
@@ -179,8 +186,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def require_writable(path: Path, option: str = "") -> None:
-    """Raise OutputError if ``write_atomically(path, …)`` would fail. ``option``, such as
-    ``--summary``, begins the message. Leaves nothing behind."""
+    """Raise OutputError if no file can be written to ``path``: it is no file, its folder (or the
+    nearest above it that exists) takes no files, or it exists and is read-only, although
+    ``write_atomically`` would replace it. ``option``, such as ``--summary``, begins the message.
+    Leaves nothing behind."""
     try:
         _require_file(path)
         if path.exists() and not os.access(path, os.W_OK):
@@ -233,7 +242,7 @@ def clean_temporaries(folder: Path) -> list[Path]:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an OSError without the file's path."""
+    """Return the message of ``error``, without the file's path if it is an OSError."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -257,7 +266,8 @@ def kept_digest(path: Path, compute: Callable[[Path], str]) -> str:
     that no large file is hashed twice.
 
     A file is unchanged if its path, device, inode, size and times of change are. Values are kept in
-    the cache's folder ``digests``. Raises OSError if the file cannot be read.
+    the cache's folder ``digests``, by the name of the function ``compute``; those of files below 16
+    MiB are not kept. Raises OSError if the file cannot be read.
     """
     stat = path.stat()
     if stat.st_size < LARGE:

@@ -72,8 +72,8 @@ def _cuda() -> Any:
 
 
 def choose_device(device: str) -> str:
-    """Return "cpu" or "cuda" for "auto", "cpu" or "cuda"; auto is cuda if there is a GPU. Raises
-    UnavailableError for cuda without a GPU, and for any other name."""
+    """Return "cpu" or "cuda" for "auto", "cpu" or "cuda"; "auto" is "cuda" if there is a GPU.
+    Raises UnavailableError for "cuda" without a GPU, and for any other name."""
     if device not in ("auto", "cpu", "cuda"):
         raise UnavailableError(f"device {device!r}: must be auto, cpu or cuda")
     if device == "cpu":
@@ -88,7 +88,7 @@ def choose_device(device: str) -> str:
 
 @functools.cache
 def cuda_problem() -> str | None:
-    """Return why the installed PyTorch can use no GPU; None if it can."""
+    """Return in one line why the installed PyTorch can use no GPU; None if it can."""
     build = torch_cuda()
     if build is None:
         return "the installed PyTorch is built without CUDA"
@@ -125,7 +125,7 @@ def fast_bf16() -> bool:
 
 
 def memory_gib(device: str) -> float:
-    """Return the memory in GiB: all of the first GPU's, on a CPU what is free now."""
+    """Return GiB of memory: all of the first GPU's, or on a CPU what the host has free now."""
     if device == "cuda":
         return visible_gpus()[0].memory_gib
     return psutil.virtual_memory().available / GIB
@@ -149,11 +149,12 @@ def gpu_slots(
     *,
     at_most: int | None = None,
 ) -> list[int]:
-    """Return the GPU index of each worker process, at most ``at_most`` of them; an empty list means
-    one cell at a time in this process.
+    """Return the GPU index of each worker process, at most ``at_most`` of them (None: no limit); an
+    empty list means one cell at a time in this process.
 
-    ``gpus`` is None (one GPU), "all" or a number; ``workers`` the processes per GPU, by default
-    CELLS_PER_GPU, and 1 on a CPU. Raises RecipeError for GPUs that are not there.
+    ``gpus`` is None (one GPU), "all" or a number as text; ``workers`` the processes per GPU, by
+    default CELLS_PER_GPU, and 1 on a CPU. Raises RecipeError for GPUs that are not there, and for
+    ``gpus`` on a CPU.
     """
     if device == "cpu":
         if gpus is not None:
@@ -171,7 +172,8 @@ ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the installed versions of distributions and those of ``ALWAYS``, by name."""
+    """Return by name the installed versions of the distributions ``names`` and ``ALWAYS``, "absent"
+    for a missing one."""
     return {name: version_of(name) for name in sorted({*ALWAYS, *names})}
 
 
@@ -238,7 +240,7 @@ def peak_memory_gib(device: str) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait until a GPU has finished its work."""
+    """Wait until the current GPU has finished its work; on a CPU do nothing."""
     if device == "cuda":
         _cuda().synchronize()
 

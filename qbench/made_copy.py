@@ -48,8 +48,8 @@ def with_made_copy(
     cell: Cell, calibration: Calibration | None, cache: Path, device: str
 ) -> tuple[Cell, str]:
     """Return ``cell`` with a quantized copy made by its settings' library, and a line that says so.
-    A copy that an earlier cell made is reused. Raises QuantizationError with the last line of the
-    library's output and the path of its log."""
+    A copy that an earlier cell made in the folder ``cache`` is reused. If the library fails, raises
+    QuantizationError with the last line of its output and the path of its log."""
     maker = cell.quantization.weights.fitted(linear_shapes(cell.checkpoint))
     parts = {
         "original": cell.checkpoint.digest,
@@ -115,9 +115,10 @@ def _make(
 
 
 def main(job: Mapping[str, Any]) -> None:
-    """Make the copy that ``job`` describes, by the library. A checkpoint of flash-linear-attention,
-    or one with another attention function than softmax, is first written as its stock class of
-    transformers, with that function's name in its config.json."""
+    """Make the copy that ``job``, written by ``_make``, describes, by the library. A checkpoint of
+    flash-linear-attention, or one with another attention function than softmax, is first written as
+    its stock class of transformers, with that function's name in its config.json; the copy's
+    config.json names it too."""
     import torch
     from safetensors.torch import load_file
 

@@ -344,7 +344,8 @@ class Plan:
         return "the hub" if self.recipe.data is None else short_path(self.recipe.data)
 
     def source(self, name: str) -> str:
-        """Return a checkpoint's folder, or its hub id with the commit, else the revision."""
+        """Return where a checkpoint came from: its folder, or its hub id and commit (else revision)
+        as ``ID @ COMMIT``."""
         source = self.recipe.checkpoints[name]
         folders = [cell.checkpoint.folder for cell in self.cells if cell.checkpoint_name == name]
         commits = [folder.name[:12] for folder in folders if folder.parent.name == "snapshots"]
@@ -352,7 +353,7 @@ class Plan:
         return f"{short_path(source.path)}{f' @ {revision}' if revision else ''}"
 
     def cell(self, name: str) -> Cell:
-        """Return the cell called ``<checkpoint>/<quantizer label>``."""
+        """Return the cell called ``<checkpoint>/<quantizer label>``, which the plan must have."""
         return next(cell for cell in self.cells if cell.name == name)
 
     def select(self, pattern: str | None) -> tuple[Cell, ...]:
@@ -386,11 +387,13 @@ def plan(
     only: str | None = None,
     show: bool = False,
 ) -> Plan:
-    """Find the checkpoints, the tasks and their data, and give every cell its key.
+    """Return the plan of ``recipe``: find its checkpoints, tasks and data, and give every cell its
+    key.
 
     ``device`` is "cpu" or "cuda". ``gpu`` is the name of the GPU of other hosts, None for this
-    host's. Raises a QbenchError for what cannot work, also if a cell that matches the glob ``only``
-    can never run, unless ``show`` is true.
+    host's. ``only``: globs over names of cells, separated by commas (None: all). Raises a
+    QbenchError for what cannot work, also if a cell that matches ``only`` can never run, unless
+    ``show`` is true.
     """
     checkpoints = _checkpoints(recipe)
     tasks, groups, skipped = find_tasks(recipe)
@@ -597,9 +600,10 @@ WORKSPACE = 4 * 2**30  # bytes
 
 
 def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -> bool:
-    """Return whether the weights of ``cell`` (``weights`` bytes) are copied to the device block by
-    block: as the recipe says, else on a GPU without ``device_map`` if they can be and exceed its
-    ``room()`` in bytes."""
+    """Return whether the weights of ``cell``, ``weights`` bytes, are copied to the device block by
+    block. So they are if the recipe says so. If it leaves that open: on a GPU without
+    ``device_map``, if ``streamable`` and if they and a workspace of at most 4 GiB exceed ``room()``
+    bytes."""
     evaluation = plan.recipe.evaluation
     if evaluation.stream != "auto":
         return evaluation.stream
@@ -733,7 +737,8 @@ def scoring_settings(
     device: str,
 ) -> ScoringSettings:
     """Return the settings that ``evaluation`` of a recipe gives one checkpoint and quantizer.
-    ``scoring: auto`` is fast on a GPU, exact on a CPU.
+    ``scoring: auto`` is fast on a GPU, exact on a CPU; other runtimes than transformers have one
+    mode.
 
     The checkpoint's context bounds ``max_length``: later positions were never trained. Whether the
     model can be scored so is measured when it is loaded. Raises RecipeError if no length is known.

@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Maps names to objects of one ``kind``. Names consist of letters, digits and . _ + - only, for
-    recipes, tables and paths. Raises RecipeError for an unknown name, ValueError for a name that is
-    registered twice."""
+    """Maps names to objects of one ``kind``. A name is at most 64 letters, digits and . _ + -, the
+    first a letter or digit, since it becomes part of recipes, tables and paths. Raises RecipeError
+    for an unknown name, ValueError for a name that is registered twice."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def add(self, name: str, thing: T) -> T:
-        """Register ``thing`` under ``name``, and return it. Raises RecipeError for other
-        characters, ValueError for a name that is taken."""
+        """Register ``thing`` under ``name``, and return it. Raises RecipeError for a text that is
+        no name, ValueError for a name that is taken."""
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
             raise RecipeError(
                 f"{self.kind} {shown(name)}: a name is letters, digits and . _ + - only, at most 64"
@@ -77,8 +77,9 @@ _loaded: dict[str, Plugin] = {}
 
 
 def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
-    """Import the plug-in file ``path`` and return it; ``location`` begins error messages. Raises
-    RecipeError if that fails or another file of this name is loaded."""
+    """Import the plug-in file ``path``, unless this process has done so, and return it;
+    ``location`` begins error messages. Raises RecipeError if the file cannot be read or fails, or
+    if another file of this name is loaded."""
     try:
         source = path.read_bytes()
     except (OSError, ValueError) as error:

@@ -11,8 +11,10 @@ Advance = Callable[[float, float], None]  # pieces of work that are done, and ho
 class Progress(Protocol):
     """Receives the progress of cells: a display, or a connection to the process that has one.
 
-    ``begin`` and ``end``: a cell begins and ends. ``stage``: its stage ``name`` begins, with
-    ``total`` pieces of work; ``advance``: ``completed`` of them are done. ``log``: a line to print.
+    ``begin`` and ``end``: the cell named ``cell`` begins and ends. ``stage``: its stage ``name``
+    begins, with ``total`` pieces of work (None: not known). ``advance``: ``completed`` of them are
+    done; None keeps the ``total``. ``log``: a line to print, in rich's ``style``, such as "bold
+    red".
     """
 
     def begin(self, cell: str) -> None: ...

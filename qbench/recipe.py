@@ -72,7 +72,8 @@ class Source:
     lines: dict[Location, int]
 
     def at(self, location: Location) -> str:
-        """Return ``path:line`` of the innermost part of ``location`` that the file has."""
+        """Return ``path:line`` of the innermost part of ``location`` that the file has; ``path``
+        alone if it has none of it, or if that part was replaced."""
         for end in range(len(location), 0, -1):
             if location[:end] in self.lines:
                 line = self.lines[location[:end]]
@@ -80,8 +81,9 @@ class Source:
         return str(self.path)
 
     def replace(self, value: Any, *location: str) -> None:
-        """Set the value of ``part`` or ``part.key``; messages then name no line for it. Raises
-        RecipeError for ``part.key`` if ``part`` is not a mapping."""
+        """Set the value at ``location``, a key, or a key and one within it: ``replace(10,
+        "evaluation", "limit")``. Messages then name no line for it. Raises RecipeError if the outer
+        key's value is not a mapping."""
         part, *key = location
         if key:
             before = self.values.get(part) or {}
@@ -496,9 +498,9 @@ class Recipe(Strict):
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Overrides | None = None) -> Recipe:
-        """Read and check the recipe ``path``, with parts of it replaced by ``overrides``. Without a
-        ``path`` these give all of it: checkpoints, quantizers and tasks. Raises RecipeError, one
-        line per problem."""
+        """Read and check the recipe ``path``, with parts of it replaced by ``overrides``; the
+        plug-in files that it names are imported. Without a ``path`` ``overrides`` give all of it:
+        checkpoints, quantizers and tasks. Raises RecipeError, one line per problem."""
         path = Path(path) if path is not None else None
         source = _source(path, overrides or Overrides())
         if {"model", "normalizers"} <= source.values.keys():
@@ -605,8 +607,8 @@ def label_of(quantizer: str) -> str:
 
 
 def added_column(recipe: Recipe, given: Overrides) -> str:
-    """Return the line that says which unquantized column was added to a recipe of options alone; ""
-    if none was."""
+    """Return the line that says which unquantized column was added to ``recipe``, which was loaded
+    from the options ``given`` alone; "" if none was."""
     if len(recipe.quantizers) <= len(given.quantizers or ()) + len(given.quantized):
         return ""
     names = (
@@ -709,10 +711,10 @@ def save(
     path: Path | None, changed: Overrides, to: Path, *, command: str = "qbench run --save-recipe",
     **replaced: Any,
 ) -> None:  # fmt: skip
-    """Write the recipe ``path`` with the changes ``changed``, the keys ``replaced`` and this
-    process's plug-in files to the file ``to``; paths become absolute. Raises RecipeError as
-    ``Recipe.load``, OutputError if ``to`` cannot be written. ``command`` is named in the first
-    line."""
+    """Write the recipe ``path`` (None: one of ``changed`` alone) with the changes ``changed``, the
+    keys ``replaced`` and this process's plug-in files to the file ``to``; paths become absolute.
+    ``command`` is named in the first line. Most values are not checked. Raises RecipeError if the
+    recipe cannot be read or changed so, OutputError if ``to`` cannot be written."""
     values = _source(path, changed).values | replaced
     if files := [plugin.path for plugin in loaded()]:
         values["plugins"] = files
@@ -816,8 +818,9 @@ def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
 
 
 def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
-    """Return ``path``, relative to ``folder``, as an absolute path; with ``hub`` a hub id stays as
-    it is, and so does what is not text."""
+    """Return ``path``, relative to ``folder`` or to the home (``~``), as an absolute path.
+    Addresses hf://datasets/… and what is not text stay as they are; with ``hub`` hub ids too,
+    unless a file or folder has that path."""
     if not isinstance(path, str) or path.startswith(HUB_FILE):
         return path
     full = os.path.abspath(folder / os.path.expanduser(path))

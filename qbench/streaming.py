@@ -55,15 +55,15 @@ def free_gpu_bytes(device: torch.device | None = None) -> int:
 
 
 def stream(model: nn.Module, device: str | torch.device) -> nn.Module:
-    """Return ``model``, whose weights are on the host, set up to run on ``device`` block by block.
-    Raises UnavailableError if it has no list of blocks."""
+    """Set up ``model``, whose weights are on the host, to run on ``device`` block by block, and
+    return it. Raises UnavailableError if it has no list of blocks."""
     setattr(model, ATTRIBUTE, Stream(model, torch.device(device)))
     return model
 
 
 def shard(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module:
-    """Return ``model``, whose weights are on the host, with its blocks placed in order on
-    ``devices``, about equal bytes on each.
+    """Place the blocks of ``model``, whose weights are on the host, in order on ``devices``, about
+    equal bytes on each; return the model.
 
     Everything outside the blocks is on the first device, where hidden states return after the last
     block. Raises UnavailableError if the model has no list of blocks.
@@ -119,9 +119,9 @@ def stream_of(model: Any) -> Stream | None:
 
 
 def load_block(model: nn.Module, name: str) -> None:
-    """Copy the block that holds the module or parameter ``name`` to the device, where it stays
-    until the next call; changes to its weights are lost then. Does nothing if the model is not
-    streamed."""
+    """Copy the block that holds the module or parameter ``name`` to the device. It stays there
+    until a call or a forward pass needs another block; changes to its weights are lost then. Does
+    nothing for a name outside the blocks, or if the model is not streamed."""
     streamed = stream_of(model)
     if streamed is not None:
         streamed.load_block(name)
@@ -214,7 +214,7 @@ class Stream:
         )
 
     def load_block(self, name: str) -> None:
-        """See :func:`load_block`; a name outside the blocks is ignored."""
+        """Do what :func:`load_block` does."""
         if name.startswith(f"{self.root}."):
             self._turn(int(name.removeprefix(f"{self.root}.").partition(".")[0]))
 

@@ -15,9 +15,9 @@ NO_VALUE = "—"
 
 
 def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
-    """Return ``value`` with two decimals, as the papers print them; with ``percent`` times 100,
-    with ``signed`` a plus before gains. "—" for None and NaN, "∞" for infinity, three digits from
-    1e9 on."""
+    """Return ``value`` as text with two decimals, as the papers print them; with ``percent`` times
+    100, with ``signed`` a plus before positive values. "—" for None and NaN, "∞" for infinity,
+    three significant digits from 1e9 on."""
     if value is None or math.isnan(value):  # ∞ − ∞
         return NO_VALUE
     if math.isinf(value):
@@ -29,8 +29,8 @@ def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
 
 
 def ratio(logarithm: float, *, decimals: int = 3) -> str:
-    """Return exp(``logarithm``) as text with ``decimals`` decimals: 1.032; with three digits below
-    0.1 and from 100 on, "∞" near the largest double."""
+    """Return exp(``logarithm``) as text with ``decimals`` decimals: 1.032; with three significant
+    digits below 0.1 and from 100 on, and "∞" near the largest double."""
     if logarithm > 700:  # near the largest double
         return "∞"
     value = math.exp(logarithm)

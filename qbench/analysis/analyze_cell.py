@@ -28,8 +28,9 @@ SAVE_EVERY = 20.0  # seconds between two records of an unfinished sensitivity
 
 
 def compute(work: AnalysisResult) -> None:
-    """Analyze the cell of ``work``, a sensitivity if that is the kind of its folder, and store the
-    measurements in ``work``."""
+    """Analyze the cell of ``work`` and store the measurements there. If its folder
+    ``work.analyses`` holds sensitivities, quantize one layer at a time, else measure in one pass
+    over the text."""
     (_sensitivity if work.analyses.kind is Sensitivity else _measure)(work)
 
 

@@ -84,8 +84,9 @@ def _cells(chosen_cells: tuple[Cell, ...], key_parts: dict[str, Any]) -> tuple[C
 
 
 def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
-    """Return the cells that the glob ``only`` names, or the unquantized ones. Raises RecipeError if
-    there are none."""
+    """Return the cells whose names match one of the globs in ``only``, which commas separate; None:
+    the unquantized ones. Raises RecipeError for a glob without a match, or without unquantized
+    cells."""
     if only is not None:
         return plan.select(only)
     cells = tuple(cell for cell in plan.cells if not cell.quantization.precision.quantized)

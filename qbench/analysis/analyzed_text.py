@@ -57,8 +57,8 @@ class AnalysisSettings:
 
 
 def text_file(path: Path, field: str) -> TextSource:
-    """Return the texts of a JSON Lines file. Raises DataError if a line is malformed or lacks
-    ``field``."""
+    """Return the texts of a JSON Lines file, which is read now. Raises DataError if a line is
+    malformed or lacks ``field``."""
     rows, digest = read_rows(path)
     texts = [row.text(field, path) for row in rows]
     name = f"{path.name}, field {field}"
@@ -66,8 +66,9 @@ def text_file(path: Path, field: str) -> TextSource:
 
 
 def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TextSource:
-    """Return the texts of the first of ``tasks`` that scores whole texts. ``skipped``: names of
-    tasks without data. Raises RecipeError if there is none."""
+    """Return the texts of the first of ``tasks`` that scores whole texts. They are loaded when they
+    are asked for. ``skipped``: names of tasks without data, for the message. Raises RecipeError if
+    no task scores whole texts."""
     task = next((task for task in tasks if task.output_type == ROLLING), None)
     if task is None:
         without = f" ({', '.join(skipped)}: no data)" if skipped else ""

@@ -121,9 +121,10 @@ def output_ratios(output: Tensor) -> Tensor:
 
 
 def measures(weights: dict[str, Tensor], output: Tensor, *, stretch: int) -> dict[str, Tensor]:
-    """Return the measures of one layer, float64, one row per text, from the sums ``weights`` of
-    :func:`measure_weights`: [B, H]; [B, H, POSITIONS] for attention on positions; [B, H, S] for
-    means over each ``stretch`` of queries. ``output``: see :func:`output_ratios`."""
+    """Return the measures of one layer by name, float64, one row per text, from the sums
+    ``weights`` of :func:`measure_weights`: [B, H]; [B, H, POSITIONS] for ``attention`` and
+    ``attention_gu``, the means on the first keys; [B, H, S] for ``…_stretch``, means over each
+    ``stretch`` of queries. ``output``: see :func:`output_ratios`."""
     queries = weights["columns"].shape[-1]
     result = {
         "attention": _first(column_means(weights["columns"], queries)),

@@ -53,6 +53,7 @@ class Pass:
     last: tuple[Tensor, Inputs] | None = None  # the last input, and what was seen of it
 
     def see_attention(self, module: nn.Module, call: Call) -> None:
+        """Add the measures of one layer's attention, as an observer of ``attention_observed``."""
         layer_measures = measures(measure_weights(call), call.output, stretch=STRETCH)
         self.attention.setdefault(module.layer_idx, []).append(layer_measures)
 

@@ -44,9 +44,10 @@ class Unit:
 def units(
     model: PreTrainedModel, linears: Sequence[str], *, blocks: bool, with_norms: bool = False
 ) -> list[Unit]:
-    """Return a unit per linear layer of ``linears``, or with ``blocks`` per decoder layer that has
-    some, in the model's order. ``with_norms``: units are complete decoder layers, for methods that
-    change norms too."""
+    """Return a unit per linear layer of ``linears``, in their order. With ``blocks``: a unit per
+    decoder layer that holds some of them, in the model's order, of these linear layers. With
+    ``blocks`` and ``with_norms``: of the complete decoder layer, for methods that change norms too.
+    Without ``blocks`` ``with_norms`` has no effect."""
     names = {module: name for name, module in model.named_modules()}
     prefixes = [f"{names[layer]}." for layer in decoder_layers(model)]
 
@@ -219,7 +220,8 @@ class Baseline:
 
 @contextmanager
 def exchanged(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Replace the modules of ``model`` with the names in ``modules``, within the body."""
+    """Replace the modules of ``model`` with the names in ``modules``, within the body; put the
+    originals back after it."""
     originals = {name: model.get_submodule(name) for name in modules}
     try:
         for name, module in modules.items():

@@ -36,11 +36,11 @@ SMALLER_GROUPS = (16, 32, 64)  # that a budget may have room for
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Holds what each choice costs. ``table``: by layer and choice, the ``bits`` that are stored of
-    the layer's matrix, per weight the ``width``, and the ``kl`` above the ``floor``, the KL of
-    other last bits; ``shapes``: [out, in] by layer; ``ends``: which layers are LM head and
-    embeddings; ``others``: numbers and bits of matrices that no choice quantizes; ``outside``: bits
-    of all other weights."""
+    """Holds what each choice costs. ``table``: a row per (layer, choice), with the ``bits`` that
+    are stored of the layer's matrix, its ``width`` in bits per weight, and the ``kl`` above the
+    layer's ``floor``: the KL if its weights change in their last bits. ``shapes``: [out, in] by
+    layer. ``ends``: the LM head and embeddings among the layers. ``others``: number of weights and
+    bits of the matrices that no choice quantizes. ``outside``: bits of all other weights."""
 
     shapes: Shapes
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -55,7 +55,7 @@ class Costs:
         return sum(map(math.prod, self.shapes.values())) + self.others[0]
 
     def of(self, chosen: Mapping[str, str]) -> tuple[float, float]:
-        """Return the bits per weight, and the sum of costs, of a choice for each layer."""
+        """Return the bits per weight, and the sum of costs, of ``chosen``, layer → choice."""
         bits, kl = self.table.loc[[*chosen.items()], ["bits", "kl"]].sum()
         return (bits + self.others[1]) / self.numbers, kl
 
@@ -88,8 +88,9 @@ def expand(methods: Sequence[str]) -> list[str]:
 
 
 def explicit(choice: str, settings: Any) -> str:
-    """Return the text of a choice with the group size of its fitted ``settings``: the patterns of
-    a mix would be fitted to their own layers."""
+    """Return the text of ``choice`` with the group size of its fitted ``settings``, such as
+    ``gptq-4bit:group_size=64``, unless it has one: the patterns of a mix would be fitted to their
+    own layers."""
     size = getattr(settings, "group_size", None)
     if size is None or "group_size" in choice:
         return choice
@@ -147,9 +148,9 @@ def smaller_groups(
 
 
 def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
-    """Return the choice per layer with the smallest sum of costs among those within
-    ``bits_per_weight``: a multiple-choice knapsack, solved exactly. Raises RecipeError if no choice
-    fits."""
+    """Return layer → choice with the smallest sum of costs within ``bits_per_weight``: a
+    multiple-choice knapsack, solved exactly, or as well as 120 seconds allow. Raises RecipeError if
+    no choice is found."""
     layers, _ = pd.factorize(costs.table.index.get_level_values("layer"))
     bits, kl = costs.table[["bits", "kl"]].to_numpy().T
     once = csr_array((np.ones(len(kl)), (layers, range(len(kl)))))

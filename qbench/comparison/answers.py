@@ -97,7 +97,8 @@ def _by_prompt(outcomes: pd.DataFrame) -> pd.DataFrame:
 
 
 def split_prompts(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
-    """Return the rows of tokens, and the text of each prompt by document."""
+    """Split the answers' ``table`` of a cell: return its rows of tokens, and a series with the text
+    of each prompt, indexed by document."""
     prompts = table[table["position"] == PROMPT].drop_duplicates("document")
     tokens = table[table["position"] != PROMPT].reset_index(drop=True)
     return tokens, prompts.set_index("document")["text"]
@@ -122,7 +123,8 @@ def _means_by(
 
 
 def position_bin(position: int) -> str:
-    """Return the range of positions, counted from 1, that an answer's token is in: ``2–16``."""
+    """Return the name of the bin of the token at ``position``, from 0, of an answer: ``1``,
+    ``2–16``, ``17–64``, ``65–256`` or ``257–``, counted from 1."""
     index = max(i for i, first in enumerate(FIRST_POSITIONS) if first <= position)
     first, after = FIRST_POSITIONS[index], [*FIRST_POSITIONS, None][index + 1]
     if after is None:
@@ -138,7 +140,7 @@ def token_classes(tokens: pd.DataFrame) -> list[str]:
 
 
 def classes(texts: Sequence[str]) -> list[str]:
-    """Return the class of each token of one answer, from the tokens' texts."""
+    """Return the class of each token of one answer, one of ``CLASSES``, from the tokens' texts."""
     text = "".join(texts)
     ends = np.cumsum([len(token) for token in texts])
     keys = [match.span() for match in KEY.finditer(text)]

@@ -57,8 +57,8 @@ Columns = Mapping[str, Mapping[Name, Column]]  # task → (cell, metric) → out
 
 
 def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comparison:
-    """Add Δ, damages and differences-in-differences to every row, and the rows over seeds that all
-    groups of trainings have.
+    """Return ``comparison`` with Δ, damages and differences-in-differences in every row, and with
+    the rows over seeds in which a group of trainings has an interval of its score.
 
     ``columns``: what ``columns_by_task`` returns. p-values are adjusted over the folder within each
     contrast, tasks at chance left out: accuracies of an unquantized model whose interval reaches
@@ -194,9 +194,9 @@ def _contrasts(
 def minus(
     members: Sequence[str], base: Sequence[str], signs: Callable[[str, int], Signs]
 ) -> Trainings:
-    """Return the contrasts of ``members`` minus ``base``, as signed scores: pair by pair if both
-    have equally many trainings, else each group by itself. ``signs`` gives the signed scores of a
-    checkpoint, times a sign."""
+    """Return the contrasts of ``members`` minus ``base``, as signed scores: ``[[member − base,
+    …]]``, pair by pair, if both have equally many trainings, else ``[members, −base]``, each group
+    by itself. ``signs`` gives the signed scores of a checkpoint, times a sign."""
     ours, theirs = [signs(name, 1) for name in members], [signs(name, -1) for name in base]
     if len(ours) != len(theirs):
         return [ours, theirs]

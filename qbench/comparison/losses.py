@@ -64,6 +64,7 @@ class Losses:
 
     @property
     def is_kl(self) -> bool:
+        """Return whether the measure is KL divergence."""
         return self.measure == "KL"
 
     def size(self, cell: str) -> float | None:
@@ -76,8 +77,9 @@ class Losses:
 
     @cached_property
     def pairs(self) -> dict[tuple[str, str, str], Effect]:
-        """Return (checkpoint, quantizer, another) → what it loses more than the other; p adjusted
-        over a checkpoint's pairs. Pairs that cannot be tested are left out."""
+        """Return (checkpoint, quantizer, another) → how much more the first quantizer loses than
+        the other; p adjusted over a checkpoint's pairs. Pairs that cannot be tested are left
+        out."""
         cells: dict[str, list[str]] = defaultdict(list)
         for cell in self.terms:
             cells[cell.rpartition("/")[0]].append(cell)
@@ -96,8 +98,8 @@ class Losses:
 
 
 def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) -> Losses:
-    """Return the KL divergences of cells from their columns by document; a cell whose column is
-    None gets its record's mean without an interval, or is left out if it has none."""
+    """Return the KL divergences of cells from ``by_document``, cell → KL per document; a cell whose
+    column is None gets its record's mean without an interval, or is left out if it has none."""
     columns = {name: column for name, column in by_document.items() if column}
     means = {
         name: float(column.values.mean()) if column else mean_of_tasks(comparison.records[name])
@@ -198,7 +200,8 @@ def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:
 
 
 def adjusted(answers: Mapping) -> dict:
-    """Return the mapping ``answers``, p of its effects adjusted over all of them."""
+    """Return ``answers`` with the p-values of its effects adjusted by Holm over all of them; other
+    values stay."""
     tested = {key: each for key, each in answers.items() if isinstance(each, Effect)}
     return {**answers, **dict(zip(tested, adjust([*tested.values()]), strict=True))}
 

@@ -35,8 +35,8 @@ def read_columns(
     names: Collection[Name] | None = None,
     decimals: int | None = None,
 ) -> dict[Name, Column]:
-    """Return a record's outcomes of the scores ``names`` (None: all), in their order in the file;
-    values rounded to ``decimals``."""
+    """Return (task, metric) → outcomes of a record, of the scores ``names`` only (None: all), in
+    their order in the file; values rounded to ``decimals`` (None: as stored)."""
     columns = {}
     for name, (document, values, weight) in store.outcome_arrays(record).items():
         if names is None or name in names:
@@ -58,9 +58,9 @@ ByTask = Mapping[str, Mapping[str, Flips]]  # task → metric → its flips
 def flips_of(
     comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]]
 ) -> dict[str, ByTask]:
-    """Return the flips of every quantized cell against the unquantized cell of its checkpoint;
-    cells without scores, or without such a cell, are left out. ``columns``: the outcomes by task,
-    then by cell and metric."""
+    """Return cell → task → metric → flips, of every quantized cell against the unquantized cell of
+    its checkpoint; cells without scores, or without such a cell, are left out. ``columns``: the
+    outcomes by task, then by cell and metric."""
     by_cell: dict[str, dict[Name, Column]] = defaultdict(dict)
     for task in comparison.grid.tasks:  # groups have sums of theirs
         for (cell, metric), column in columns.get(task, {}).items():
@@ -87,8 +87,8 @@ def flips_of(
 
 
 def cell_flips(store: Store, record: Record) -> ByTask:
-    """Return the flips of one record against the unquantized cell that its key names; an empty
-    mapping without such a cell or its outcomes."""
+    """Return task → metric → flips of one record against the unquantized cell that its key names;
+    an empty mapping without such a cell or its outcomes."""
     base = record.key_parts.get("damage against")
     for cell in store.manifest().cells if base and store.has_manifest() else ():
         if cell.key == base:

@@ -55,8 +55,8 @@ FILES = {
 
 
 def changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return in words which of weights, configuration and tokenizer differ; older records have one
-    digest for all of them."""
+    """Return in words which of weights, configuration and tokenizer differ between the key parts
+    ``old`` and ``new`` of two cells; older records have one digest for all of them."""
     before, after = old.get("checkpoint"), new.get("checkpoint")
     if not before or not after:
         return "other weights, configuration or tokenizer"
@@ -65,7 +65,8 @@ def changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def text(a: Record, b: Record) -> str:
-    """Return the differences between the keys of two records, one aligned line each."""
+    """Return the differences between the keys of two records, one aligned line each, or a line that
+    says that they have the same key."""
     differences = key_differences(a.key_parts, b.key_parts)
     if not differences:
         return f"{a.cell} and {b.cell} have the same key, {a.key[:16]}."
@@ -151,6 +152,7 @@ class Row:
 
     @property
     def quantized(self) -> bool:
+        """Return whether the row's precision is a quantized one."""
         return self.precision.quantized
 
     @property
@@ -211,7 +213,8 @@ class Comparison:
     @functools.cached_property
     def unquantized_of(self) -> dict[str, str | None]:
         """Return quantizer → the unquantized one against which its damage is measured: the first
-        that computes in the same dtype, as KL divergence requires. None if there is none."""
+        that computes in the same dtype, as KL divergence requires; the first of all for a quantizer
+        whose dtype is not known. None if there is none."""
         dtypes = {record.quantizer: dtype_of(record) for record in self.records.values()}
         names = [cell.quantizer for cell in self.grid.cells if not cell.quantized]
         unknown = next((name for name in names if dtypes.get(name) is None), None)
@@ -266,7 +269,8 @@ class Comparison:
         return TaskDamage(flips=flips) if flips else None
 
     def problems(self) -> list[tuple[GridCell, str]]:
-        """Return what is missing, failed, unaudited, cut or mismatched of a cell, a line each."""
+        """Return (cell, line) for everything that is missing, failed, unaudited, cut or
+        mismatched."""
         lines: list[tuple[GridCell, str]] = []
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)

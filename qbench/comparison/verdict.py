@@ -34,9 +34,9 @@ def verdict(comparison: Comparison, *, margin: float | None = None) -> list[str]
     """Return the answer, a few sentences per item; [] for a comparison without statistics.
 
     Of one checkpoint: its precisions in order, those to avoid, the smallest that is shown to stay
-    within ``margin`` (a KL divergence in nats, or a loss in the primary score; default: 0.05 nats,
-    1 point, a perplexity × 1.02). Of several: how much more quantization costs each than the
-    baseline. Then what the scores show.
+    within ``margin``. Of several: how much more quantization costs each than the baseline. Then
+    what the scores show. ``margin`` is a KL divergence in nats, or a loss in the primary score: a
+    fraction for accuracies, ln of the ratio for perplexities. None: 0.05 nats, 0.01, ln 1.02.
     """
     if not comparison.records:
         return ["No cell has a record yet."]
@@ -59,7 +59,8 @@ def verdict(comparison: Comparison, *, margin: float | None = None) -> list[str]
 
 
 def margin_of(losses: Losses | Row) -> float:
-    """Return the loss that most uses do not notice, on the scale that is compared."""
+    """Return the loss that most uses do not notice, on the scale that is compared: ln of a KL
+    divergence or of a ratio of perplexities, else a fraction."""
     if isinstance(losses, Losses) and losses.is_kl:
         return math.log(MARGIN_KL)
     return MARGIN_RATIO if kind_of(losses.aggregation) == "log ratio" else MARGIN_POINTS

@@ -32,14 +32,16 @@ def effect_text(effect: AnEffect, *, percent: bool) -> str:
 
 
 def value_text(losses: Losses, value: float) -> str:
-    """Return ``+1.04``, in points if ``losses.percent``, or for a log ratio ``× 1.032``."""
+    """Return ``value`` as ``+1.04``, in points if ``losses.percent``, or a log ratio as ``×
+    1.032``."""
     if losses.kind == "log ratio":
         return f"{TIMES} {ratio(value)}"
     return number(value, percent=losses.percent, signed=True)
 
 
 def nats(logarithm: float) -> str:
-    """Return a KL divergence with two to three digits: ``0.29``, ``0.0041``, ``1.9``."""
+    """Return exp(``logarithm``), a KL divergence, with two to three digits: ``0.29``, ``0.0041``,
+    ``1.9``."""
     value = math.exp(logarithm)
     return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.2g}"
 
@@ -61,8 +63,8 @@ def bound_text(effect: AnEffect, *, percent: bool) -> str:
 
 
 def each_text(effect: AnEffect, *, percent: bool) -> str:
-    """Return the effect of every training, or pair of trainings, in points if ``percent``: ``+0.8,
-    +1.4, −0.2``; ``—`` if the trainings are no pairs."""
+    """Return the effect of every training, or pair of trainings: ``+0.8, +1.4, −0.2``, in points if
+    ``percent``; ``× 1.032, 0.987`` for a log ratio; ``—`` if the trainings are no pairs."""
     if not getattr(effect, "paired", False):
         return NO_VALUE
     return _texts(effect, *effect.each, percent=percent)
