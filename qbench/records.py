@@ -87,6 +87,7 @@ class Precision(RecordModel):
 
     @property
     def quantized(self) -> bool:
+        """Return whether weights, activations or the KV cache are quantized."""
         return not (self.weights is self.activations is self.kv_cache is None)
 
     @property
@@ -98,7 +99,8 @@ class Precision(RecordModel):
 
     @property
     def words(self) -> str:
-        """Return the name, and whether products with quantized activations were simulated."""
+        """Return the name, and whether products with quantized activations were simulated: ``W4A8,
+        simulated`` or ``W8A8, real``; the name alone if that is not known."""
         simulated = self.activations.simulated if self.activations else None
         return self.name + {None: "", True: ", simulated", False: ", real"}[simulated]
 
@@ -230,8 +232,9 @@ class SampleDifference(RecordModel):
     """Fast minus exact scores on one task's sample, in nats per scored token.
 
     ``bias_per_token`` is the signed mean over documents, ``bias_stderr`` its standard error (None
-    for a single document). ``population`` is the number of
-    documents that the sample was drawn from (None in earlier records)."""
+    for a single document). ``population`` is the number of documents that the sample was drawn from
+    (None in earlier records).
+    """
 
     task: str
     documents: int
@@ -554,6 +557,7 @@ class GridCell(CellKey):
 
     @property
     def quantized(self) -> bool:
+        """Return whether any part of the model is quantized."""
         return self.precision.quantized
 
 
@@ -604,7 +608,8 @@ class Record(CellRecord):
         )
 
     def by_name(self) -> dict[tuple[str, str], Score]:
-        """Return scores by (task, metric); those of ``pooled_groups`` under the group's name."""
+        """Return scores by (task, metric), those of ``pooled_groups`` included under (group,
+        metric)."""
         of_groups = (
             Score(
                 task=score.group,
@@ -891,8 +896,8 @@ def read_record(
 
 
 def require_checksum(values: dict[str, Any]) -> None:
-    """Remove the checksum from ``values`` and compare it. Raises ValueError if it is missing or
-    does not match."""
+    """Compare the checksum in ``values``, a record as a dict, with the other values, and remove it.
+    Raises ValueError if it is missing or does not match."""
     checksum = values.pop(CHECKSUM, None)
     if checksum is None:
         raise ValueError("it has no checksum")

@@ -105,7 +105,8 @@ XZ = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "pb":
 
 
 def pack(folder: Path, paths: Iterable[Path], out: Path) -> None:
-    """Write those of ``paths`` that are results files of ``folder`` to the archive ``out``.
+    """Write those of ``paths`` that are results files of ``folder`` to the archive ``out``, which
+    is replaced. Other paths are left out.
 
     The same files give the same bytes.
     """
@@ -125,7 +126,8 @@ def pack(folder: Path, paths: Iterable[Path], out: Path) -> None:
 
 
 def unpack(folder: Path) -> None:
-    """Write the files of ``folder/records.tar.xz`` into ``folder``, once per archive.
+    """Write the files of ``folder/records.tar.xz`` into ``folder``, once per archive; do nothing
+    without an archive.
 
     Records of other keys stay; a printed line says if a manifest is replaced. Raises DamagedError
     if the archive is damaged, OutputError if the folder cannot be written.
@@ -233,6 +235,7 @@ class Records(Generic[R]):
         unpack(Path(root))
 
     def has_manifest(self) -> bool:
+        """Return whether the folder has a manifest of its own; one that was given does not count."""
         return (self.directory / MANIFEST).is_file()
 
     def manifest(self) -> Any:
@@ -320,7 +323,8 @@ class Records(Generic[R]):
         divergences: pd.DataFrame | None = None,
         answers: pd.DataFrame | None = None,
     ) -> R:
-        """Write a record and its tables, and return the record with the tables' checksums.
+        """Write a record and its tables, whose columns are ``COLUMNS``; return the record with the
+        tables' checksums.
 
         The record is written last. Tables of this record that are not passed are deleted.
         """
@@ -550,8 +554,9 @@ def keep_sources(cache: Path, manifest: RunManifest, sources: Sources) -> None:
 
 
 def find_sources(cache: Path, manifest: RunManifest) -> Sources:
-    """Return the sources that :func:`keep_sources` remembered; empty ones if the run was on another
-    machine, or if they are no longer in the cache."""
+    """Return the sources that :func:`keep_sources` remembered of a run with the cells of
+    ``manifest``; empty ones if the run was on another machine, or if they are no longer in the
+    cache."""
     with suppress(OSError, ValueError):
         return TypeAdapter(Sources).validate_json(_sources_file(cache, manifest).read_bytes())
     return Sources()

@@ -49,7 +49,8 @@ METRICS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerPrompt:
-    """Hold the prompt of one answer, in text and tokens, and the ``target``, "" without one."""
+    """Hold the prompt of one answer: number of the ``document`` and of the ``sample``, the prompt
+    as ``text`` and token ``ids``, and the right answer ``target``, "" if there is none."""
 
     document: int
     sample: int
@@ -60,8 +61,8 @@ class AnswerPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """Hold the outcomes of the answers that a cell generated, and the answers that it read, joined
-    in ``tokens`` with ``lengths`` tokens each; if it read none, those that it generated."""
+    """Hold ``scored``, the outcomes of the answers that a cell generated, and the trajectories: the
+    token ids of all in one array ``tokens``, with ``lengths`` tokens per prompt."""
 
     scored: Outcomes
     prompts: list[AnswerPrompt]
@@ -102,9 +103,10 @@ def answer(
     base: TaskHiddenStates | None,
     read: bool,
 ) -> Answered:
-    """Generate the cell's answers, up to one of the token ids ``ends``. With ``read`` also score
-    trajectories, for the scorer's observer: the answers of ``base``, the unquantized cell, or the
-    cell's own if it is None.
+    """Generate an answer to each prompt of ``task``, up to one of the token ids ``ends`` or
+    ``max_new_tokens``, and return their outcomes and the trajectories: the answers of ``base``,
+    hidden states of the unquantized cell; if it is None, those just generated. With ``read`` the
+    trajectories are also scored, so that the scorer's observer sees them.
 
     Raises EvaluationError if a prompt cannot be rendered or is too long.
     """
@@ -187,7 +189,7 @@ def read_answers(
     scorer: Any, prompts: Sequence[AnswerPrompt], trajectories: Sequence[list[int]]
 ) -> None:
     """Score the answers ``trajectories``, token ids per prompt, so that the scorer's observer sees
-    every token."""
+    every token. Nothing is returned."""
     pairs = zip(prompts, trajectories, strict=True)
     requests = to_requests((prompt.ids, tokens, i) for i, (prompt, tokens) in enumerate(pairs))
     instances = [
@@ -239,8 +241,9 @@ def _scored(
 
 
 def with_kl(scored: Outcomes, divergences: pd.DataFrame, label: str) -> Outcomes:
-    """Return ``scored`` with the KL divergence along the answers added, per prompt, and its
-    variance if several are drawn. ``label``: of the scores."""
+    """Return ``scored`` with the metric ``kl`` added: per prompt the mean over tokens of
+    ``divergences``, a table of ``KLObserver``, and the variance of that mean if several answers are
+    drawn. ``label``: the task's, for the scores."""
     samples = divergences.groupby(["document", "request"])["kl"].mean()
     prompts = divergences.groupby("document")["kl"].mean()
     spread = samples.groupby("document").sem() ** 2

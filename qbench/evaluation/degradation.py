@@ -40,9 +40,10 @@ class Outcomes:
 
 
 def distributions(measured: pd.DataFrame) -> Distributions:
-    """Summarize a row per scored token with the columns ``kl``, ``agrees`` and ``document``. ``kl``
-    is Σ p ln(p/q) over the vocabulary in nats, p unquantized, q quantized. Its standard error is
-    over documents."""
+    """Return mean, quantiles and largest KL and the share of agreeing tokens. ``measured`` has a
+    row per scored token with the columns ``kl``, ``agrees`` and ``document``. ``kl`` is Σ p ln(p/q)
+    over the vocabulary in nats, p unquantized, q quantized. The mean's standard error is over
+    documents."""
     kl, document = measured["kl"].to_numpy(), measured["document"].to_numpy()
     # tokens of one document are not independent
     _, indexes = np.unique(document, return_inverse=True)
@@ -68,9 +69,10 @@ def divergence_table(
     measured: pd.DataFrame,
     texts_of: Callable[[np.ndarray], list[str]] | None = None,
 ) -> pd.DataFrame:
-    """Return a table with the columns ``DIVERGENCE_COLUMNS``, a row per request of ``task``. With
-    ``texts_of``, which gives the texts of token ids [N], a row per token, up to ``TOKENS_KEPT``.
-    """
+    """Return a table with the columns ``DIVERGENCE_COLUMNS`` from ``measured``, a table of
+    ``KLObserver``: a row per request of ``task`` with means over its tokens. With ``texts_of``,
+    which gives the texts of token ids [N], the first documents have a row per token instead, up to
+    ``TOKENS_KEPT`` tokens. ``kl`` and ``change`` are rounded to float16."""
     tokens = measured[["document", "request", "kl", "change"]]
     requests = tokens.groupby(["document", "request"], sort=False)
     table = requests.mean().reset_index().assign(tokens=requests.size().to_numpy(), text=None)
@@ -87,8 +89,9 @@ def divergence_table(
 
 
 def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
-    """Return Σ values / Σ weights over documents with the standard error that tables give it. None:
-    the value without documents, the error if one document has all the weight."""
+    """Return Σ values / Σ weights of two arrays [documents] with the standard error that tables
+    give it. ``value`` is None if there are no documents, ``stderr`` is None if one document has all
+    the weight."""
     count, total = len(values), float(weights.sum())
     if count == 0:
         return Ratio(value=None, stderr=None, documents=0)

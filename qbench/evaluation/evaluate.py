@@ -120,7 +120,8 @@ class TemplateTask(ConfigurableTask):
         return super().eval_docs if self._documents is None else self._documents
 
     def fewshot_docs(self) -> Any:
-        """Return the documents that examples are drawn from; None if none are drawn."""
+        """Return lm-eval's documents for few-shot examples. None if there are no examples, unless
+        ``process_docs`` has to run on them, since it may draw at random."""
         drawn = self.config.num_fewshot or self.config.process_docs is not None  # which may draw
         return super().fewshot_docs() if drawn else None
 
@@ -139,8 +140,9 @@ class TemplateTask(ConfigurableTask):
     doc_to_choice = functools.partialmethod(_once, "doc_to_choice")
 
     def build_all_requests(self, **settings: Any) -> None:
-        """Build the requests once, since models of a process share them, and anew if they may draw
-        or ``settings`` changed; forget earlier answers."""
+        """Build the task's ``instances``, without answers. If building draws nothing at random and
+        ``settings``, lm-eval's arguments, are those of the last call, these instances are kept for
+        the next model and only their answers are removed."""
         if not self.draws_nothing or self._built != settings:
             super().build_all_requests(**settings)
             self._built = settings
@@ -161,7 +163,7 @@ class LoadedTask:
     answers: AnswerSettings | None = None  # of the task ``ANSWERS``
 
     def location(self, document: int) -> str:
-        """Return a document's place for messages: file and line, or its number."""
+        """Return a document's place for messages: ``file:line``, or ``document N`` without lines."""
         if self.lines:
             path, line = self.lines[document]
             return f"{path}:{line}"
@@ -341,9 +343,10 @@ def _written(value: Any) -> str:
 
 @functools.lru_cache(maxsize=KEPT)
 def check_documents(task: LoadedTask, limit: int | None = None) -> None:
-    """Raise DataError if one of the first ``limit`` documents has an empty prompt or no right
-    answer: its label may be missing, hidden (−1) or outside the choices. Tasks with a
-    ``process_results`` of their own are only checked for targets that cannot be made."""
+    """Raise DataError if one of the first ``limit`` documents (None: all) cannot be scored. Its
+    prompt prints a field that is null, [] or {}; its prompt or answer cannot be computed; it has no
+    target text; or its label is missing, hidden (−1) or none of the choices. If the task has a
+    ``process_results`` of its own, choices and labels are not checked."""
     problems = []
     documents = list(itertools.islice(task.task.eval_docs, limit))
     for number, document in enumerate(documents):
@@ -439,15 +442,16 @@ class _Sample:
 
 def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     """Score one task with ``model``; return scores and tables. Batches hold requests of this task
-    only. Raises DataError if a document has an empty prompt or no right answer, EvaluationError if
-    a log-likelihood or a score is not a number."""
+    only. Raises DataError as ``check_documents``, EvaluationError if the model fails or a
+    log-likelihood or a score is not a number."""
     ask(model, task, settings)
     return judge(task, settings)
 
 
 def ask(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> None:
-    """Have ``model`` answer the task's requests, and store the answers in lm-eval's instances.
-    Raises as ``evaluate``."""
+    """Have ``model`` answer the task's requests, and append each answer to the ``resps`` of its
+    lm-eval instance. Raises DataError as ``check_documents``, EvaluationError if the model fails.
+    """
     check_documents(task, settings.limit)
     build_requests(task.task, settings, model)
     hflm = getattr(model, "hflm", None)
@@ -468,7 +472,9 @@ def ask(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings)
 
 
 def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
-    """Return scores and tables of the answers that ``ask`` stored. Raises as ``evaluate``."""
+    """Return scores and tables of the answers that ``ask`` stored. Raises EvaluationError if
+    lm-eval or the task's code cannot judge them, or if a log-likelihood or a score is not a number.
+    """
     with _named(task.name, "its answers cannot be judged"):
         samples = list(_samples(task.task, settings.limit))
     # Of a metric with two numbers per document they are value and weight: a value and its
@@ -527,8 +533,9 @@ def build_ahead(tasks: Sequence[LoadedTask], settings: ScoringSettings) -> None:
 
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:
     """Build the ``instances`` of an lm-eval task as its ``simple_evaluate`` does. ``settings.seed``
-    is added to lm-eval's seeds. ``model`` has the chat template for ``settings.chat``. Raises
-    EvaluationError if a system role is needed and the template has none."""
+    is added to lm-eval's seeds. ``model`` is the scorer whose chat template ``settings.chat``
+    needs; without ``chat`` it may be None. Raises EvaluationError if a system role is needed and
+    the template has none, or if the template fails."""
     seed_generators(settings.seed)
     TaskManager(include_defaults=False).load([task])  # asks for its name, which draws each time
     if task.get_config("num_fewshot") is None:
@@ -726,7 +733,8 @@ def _scores(
 
 
 def group_scores(groups: Sequence[TaskGroup], scores: Sequence[Score]) -> tuple[GroupScore, ...]:
-    """Return the scores of those groups whose tasks were all scored, by lm-eval's arithmetic."""
+    """Return a score per metric and filter of each of ``groups``, by lm-eval's arithmetic. Groups
+    of which a task has no scores are left out. The standard error is None if a task has none."""
     scored = []
     for group in groups:
         by_task = {task: {s.metric: s for s in scores if s.task == task} for task in group.tasks}
@@ -802,7 +810,8 @@ def response_table(rows: Sequence[Response]) -> pd.DataFrame:
 def text_response(
     task: str, document: int, request: int, filter_: str | None, text: str
 ) -> Response:
-    """Return the row of a generated text, cut to ``ANSWER_CHARACTERS``; ``filter_`` None: as the
-    model wrote it."""
+    """Return the row of ``response_table`` for a generated text, cut to ``ANSWER_CHARACTERS``; its
+    last field counts the characters that were cut. ``filter_``: lm-eval's filter that made the
+    text; None: the text as the model wrote it."""
     kept = text[:ANSWER_CHARACTERS].encode(errors="replace").decode()  # Parquet is UTF-8
     return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))

@@ -52,8 +52,9 @@ class BaselineHiddenStates:
     bias: Tensor | None
 
     def save(self, cache: Path, parts: Mapping[str, Any], task: str) -> None:
-        """Write the hidden states of ``task``, and the LM head unless the cache has it, each with
-        its digest. ``parts``: the cell's key parts. Raises ResultsError if that fails."""
+        """Write the hidden states of ``task`` into the folder ``cache`` (an empty file if it has
+        none), and the LM head unless the cache has it, each with its digest. ``parts``: the cell's
+        key parts. Raises ResultsError if a file cannot be written."""
         states = self.tasks.get(task)
         files = {task_key(parts, task): {} if states is None else states._asdict()}
         try:
@@ -102,7 +103,7 @@ def _read(cache: Path, key: str) -> dict[str, Tensor]:
 
 @dataclass(eq=False)
 class BaselineWriter:
-    """An observer that keeps the unquantized model's hidden states of ``tasks``."""
+    """An observer that keeps the unquantized model's hidden states in ``tasks``, by task."""
 
     tasks: dict[str, TaskHiddenStates] = field(default_factory=dict)
     _head: torch.nn.Linear | None = None  # without what its class makes of its products
@@ -120,6 +121,7 @@ class BaselineWriter:
         )
 
     def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:
+        """Begin a task. Raises EvaluationError if the LM head is not a plain linear layer."""
         if type(head.linear) is not torch.nn.Linear:
             raise EvaluationError(
                 f"damage needs an LM head that is a linear layer, not {type(head.linear).__name__};"
@@ -133,6 +135,7 @@ class BaselineWriter:
         self._rows.append((hidden.to("cpu", non_blocking=True), scored))
 
     def end(self) -> None:
+        """Wait for the copies, and store the task's hidden states in ``tasks``."""
         head = self._head
         assert head is not None
         if head.weight.is_cuda:
@@ -153,8 +156,9 @@ class KLObserver:
     that ``base`` lacks are not compared.
 
     ``divergences``: a table per task, a row per scored token. ``kl`` in nats; ``agrees`` on the
-    likeliest token; ``change`` of the target's log-probability in nats; the ``document`` and
-    ``request`` that the token, with the id ``token``, belongs to.
+    likeliest token; ``change`` of the target's log-probability in nats, quantized − unquantized;
+    the ``document`` and ``request`` that the token, with the id ``token``, belongs to; for the task
+    ``ANSWERS`` also ``margin``, how far its logit lies above the largest other one.
     """
 
     base: BaselineHiddenStates
@@ -164,6 +168,7 @@ class KLObserver:
     _task: TaskHiddenStates | None = None  # of the call at work; None: nothing to measure
 
     def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:
+        """Begin a task; what follows is ignored if ``base`` lacks it."""
         self._name = instances[0].task_name
         self._task = self.base.tasks.get(self._name)
         if self._task is None:
@@ -184,6 +189,8 @@ class KLObserver:
     def batch(
         self, scored: Scored, hidden: Tensor, projection: Projection
     ) -> Callable[[LogitsPart], None] | None:
+        """Return a function that compares a part's logits with the unquantized model's; None for a
+        task that ``base`` lacks."""
         if self._task is None:
             return None
         tokens = self._task.token.numpy()[scored.index]
@@ -210,6 +217,8 @@ class KLObserver:
         return measure
 
     def end(self) -> None:
+        """Store the task's table in ``divergences``. Raises EvaluationError if a KL is not a
+        number."""
         if self._task is None:
             return
         kl, agrees, change, *margin = self._values.cpu().numpy()

@@ -123,8 +123,8 @@ SIGNATURES = {  # result, then arguments
 
 @functools.cache
 def load_library() -> Any:
-    """Return llama.cpp's library with its functions typed. Raises UnavailableError if the wheel is
-    missing or of another version."""
+    """Return llama.cpp's library, a ``ctypes.CDLL`` whose functions have types. Raises
+    UnavailableError if the wheel is missing or of another version."""
     package = util.find_spec("xllamacpp")
     if package is None or package.origin is None:
         raise UnavailableError(f"llama.cpp: {INSTALL}")
@@ -147,7 +147,8 @@ MIXED_TOLERANCE = 0.2  # relative, of logits: llama.cpp rounds inputs of product
 class LlamaCpp:
     """A GGUF file loaded by llama.cpp, which computes on the CPU. ``context``: the most tokens of a
     request. ``shell``: the original's transformers model without weights, from which lm-eval takes
-    settings."""
+    settings. Raises UnavailableError if llama.cpp cannot load the file, CheckpointError if its
+    vocabulary is not the original's."""
 
     def __init__(self, path: Path, *, context: int, shell: Any) -> None:
         self._library = library = load_library()
@@ -186,7 +187,8 @@ class LlamaCpp:
         self._kept: list[int] = []  # tokens whose keys and values are in the cache
 
     def scorer(self, tokenizer: Any, settings: ScoringSettings, **observed: Any) -> LlamaCppScorer:
-        """Return an lm-eval language model over this model."""
+        """Return an lm-eval language model over this model. ``observed``: ``progress`` and
+        ``observer`` of LlamaCppScorer."""
         return LlamaCppScorer(self, tokenizer, settings, **observed)
 
     def logits(self, tokens: Sequence[int], first: int) -> Iterator[Tensor]:
@@ -253,8 +255,10 @@ class LlamaCpp:
         return answers
 
     def disagreement(self, dequantized: Any, probe: Tensor) -> list[str]:
-        """Return a list with one line if llama.cpp's logits on ``probe`` [B, T] differ from those
-        of ``dequantized``, a transformers model with the file's weights; else an empty list."""
+        """Return a list with one line if llama.cpp's logits on token ids ``probe`` [B, T] differ
+        from those of ``dequantized``, a transformers model with the file's weights; else an empty
+        list. They differ if the median over tokens of their relative difference is above
+        ``MIXED_TOLERANCE``."""
         with torch.no_grad():
             expected = dequantized(input_ids=probe, use_cache=False).logits.float().cpu()
         logits = torch.stack(
@@ -373,9 +377,9 @@ class LlamaCppScorer(Scorer):
 
 
 def external_model(model: str, args: Mapping[str, Any]) -> LM:
-    """Return lm-eval's ``model`` made with ``args``. Raises UnavailableError if it cannot
-    be made.
-    """
+    """Return an object of the class that lm-eval registers as ``model``, such as
+    ``local-completions``, made with the arguments ``args``. Raises UnavailableError if it cannot be
+    made."""
     try:
         return get_model(model).create_from_arg_obj(dict(args))
     except Exception as error:  # whatever its library, its server or its arguments say
@@ -386,7 +390,7 @@ def external_model(model: str, args: Mapping[str, Any]) -> LM:
 
 
 class ExternalScorer(LM):
-    """An lm-eval language model that hands requests to another runtime."""
+    """An lm-eval language model that hands requests to another runtime, lm-eval's ``model``."""
 
     def __init__(self, model: LM, settings: ScoringSettings) -> None:
         super().__init__()
@@ -439,6 +443,8 @@ class ExternalScorer(LM):
             ) from error
 
     def report(self) -> ScoringReport:
+        """Return a report that says only which class of lm-eval scored; its peak memory is 0,
+        unknown."""
         return ScoringReport(
             mode="lm-eval",
             softmax_dtype="its own",

@@ -48,7 +48,7 @@ class Tolerance:
 
 def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | None:
     """Return why fast scores may differ from exact ones by more than ``tolerance``, judged by the
-    sample; None if they do not."""
+    sample, as a line that names the first bound exceeded; None if they do not."""
     reasons = {} if sample.by_bias else {
         "mean": (
             sample.mean_per_token,
@@ -102,7 +102,7 @@ def undecided(tolerance: Tolerance, sample: SampleDifference) -> bool:
 
 def tolerance_violation(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
     """Return why a record's scores violate ``tolerance``, which may be tighter than when they were
-    made; None if they do not, or if nothing was scored fast."""
+    made; None if they do not, if nothing was scored fast, or if there is no ``report``."""
     if report is None or report.difference_from_exact is None:
         return None
     samples = report.difference_from_exact.samples
@@ -111,7 +111,8 @@ def tolerance_violation(tolerance: Tolerance, report: ScoringReport | None) -> s
 
 
 def merge_differences(differences: Sequence[DifferenceFromExact]) -> DifferenceFromExact:
-    """Return the differences between fast and exact scores over the samples of several tasks."""
+    """Join the differences between fast and exact scores of several tasks: counts are added, means
+    are weighted by requests, ``samples`` holds the sample of each task."""
 
     def total(name: str) -> int:
         return sum(getattr(difference, name) for difference in differences)
@@ -212,16 +213,19 @@ class ScoringSettings:
         assert (self.mode == "fast") == (self.batch_tokens is not None)
 
     def key_parts(self) -> dict[str, Any]:
-        """Return the settings for a cell's key. ``tolerance`` is left out: it changes no score and
-        is compared when a record is read (``tolerance_violation``)."""
+        """Return the settings for a cell's key. ``tolerance`` and the fields that say how fast
+        scores are batched or judged are left out, since they change no score (``tolerance`` is
+        compared when a record is read, by ``tolerance_violation``); so is ``chat`` if it is None.
+        """
         left_out = {"tolerance", "amplifies_rounding", "fallback", "packed", "shares_scales"}
         left_out |= set() if self.chat else {"chat"}
         return {k: v for k, v in asdict(self).items() if k not in left_out}
 
 
 def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
-    """Return the tokens of a pack. They depend only on the device type and the model's shape
-    (``config``): the same packs wherever the model runs, however much memory is free there."""
+    """Return the most tokens of a pack. They depend only on ``device``, "cuda" or "cpu", and the
+    model's shape (``config``, transformers' as a dict): packs are the same wherever the model runs,
+    however much memory is free there."""
     most = BATCH_TOKENS[device]
     if device == "cpu":
         return most
@@ -230,8 +234,8 @@ def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:
-    """Return the width of the hidden states, by any of transformers' names for it, else
-    ``UNKNOWN_HIDDEN_SIZE``."""
+    """Return the width of the hidden states of ``config``, by any of transformers' names for it;
+    ``UNKNOWN_HIDDEN_SIZE`` if it states none."""
     inner = config.get("text_config")
     levels = (config, inner) if isinstance(inner, Mapping) else (config,)
     widths = (level.get(n) for level in levels for n in ("hidden_size", "n_embd", "d_model"))

@@ -99,9 +99,8 @@ def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def definition_file(name: str, definitions: Path | None) -> Path:
-    """Return the YAML file that defines the leaf task ``name``, in the folder ``definitions`` or,
-    if it has none, in lm-eval. Raises RecipeError if neither does.
-    """
+    """Return the YAML file that defines the leaf task ``name``: in the folder ``definitions``, else
+    of qbench, else of lm-eval. Raises RecipeError if none does."""
     if (path := _find("task", name, definitions)) is not None:
         return path
     raise _unknown(name, definitions)
@@ -130,8 +129,9 @@ class TaskGroup:
 
 def expand(name: str, definitions: Path | None) -> tuple[list[str], list[TaskGroup]]:
     """Return the leaf tasks of ``name``: itself, or the members of a group or tag (tried in this
-    order); and those groups, itself and groups within it, that lm-eval scores
-    (``aggregate_metric_list``). Raises RecipeError for an unknown name."""
+    order). Return also the groups, itself and groups within it, that have scores of their own
+    (``aggregate_metric_list``). Raises RecipeError for an unknown name, or a group that defines or
+    changes tasks within itself."""
     if _find("task", name, definitions) is not None:
         return [name], []
     path = _find("group", name, definitions)
@@ -160,7 +160,7 @@ def expand(name: str, definitions: Path | None) -> tuple[list[str], list[TaskGro
 
 
 def task_names(definitions: Path | None = None) -> list[str]:
-    """Return the names of all leaf tasks of lm-eval and ``definitions``, sorted."""
+    """Return the names of all leaf tasks of lm-eval, qbench and ``definitions``, sorted."""
     indexes = _indexes(definitions)
     return sorted({name for index in indexes for kind, name in index if kind == "task"})
 
@@ -264,7 +264,8 @@ def _unknown(name: str, definitions: Path | None) -> RecipeError:
 
 
 def missing_module(module: str) -> str:
-    """Return the message, with its remedy, that the code of a task needs ``module``."""
+    """Return the end of a message: that the task's code imports ``module``, which is missing, and
+    the remedy."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is not None:
         why = f"{module}, which the installed {package} does not have:"
@@ -313,7 +314,8 @@ class Row:
 
 def read_rows(path: Path) -> tuple[list[Row], str]:
     """Return the rows of a JSON Lines file, and the SHA-256 of the bytes that were parsed. Raises
-    DataError, with file and line, for a broken row, and for a file without rows."""
+    DataError, with file and line, for a broken row, and for a file that cannot be read or has no
+    rows."""
     try:
         payload = path.read_bytes()
     except OSError as error:
@@ -326,8 +328,8 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
 
 
 def parse_rows(path: str | Path, lines: Iterable[bytes | str]) -> Iterator[Row]:
-    """Yield the rows of the ``lines`` of a JSON Lines file, blank lines left out. Raises DataError
-    with ``path`` and line."""
+    """Yield the rows of the ``lines`` of a JSON Lines file; blank lines are skipped, but counted.
+    Raises DataError with ``path``, which is not opened, and line."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -401,12 +403,14 @@ def plan_task(
 ) -> TaskSpec:
     """Locate the leaf task ``name`` and its data, and check what needs no loading.
 
-    ``data`` is a folder of ``<task>/<split>.jsonl`` with the task's own field names, None means the
-    hub; ``definitions`` a folder of further lm-eval task definitions, searched first. ``files``:
-    names without .jsonl for the evaluation split, ``fewshot_files`` for the split of examples; the
-    first that exists is used.
+    ``data`` is a folder of ``<task>/<split>.jsonl`` with the task's own field names; None: data
+    come from the hub. ``definitions`` is a folder of further lm-eval task definitions, searched
+    first. ``files``: names without .jsonl for the evaluation split in ``data``, ``fewshot_files``
+    for the split of examples; the first that exists is used. ``num_fewshot``: None leaves the
+    definition's.
 
-    Raises RecipeError for an unknown task, DataError if its data cannot be read.
+    Raises RecipeError for an unknown task or bad definition; DataError if its data cannot be read
+    or it asks for what qbench cannot do (images, sound, running code).
     """
     path = definition_file(name, definitions)
     definition = read_definition(path)
@@ -468,9 +472,10 @@ PROMPTS = OURS / "chat_prompts.yaml"  # the definition of a file of prompts
 def plan_answers(
     prompts: str, settings: AnswerSettings, *, data: Path | None, definitions: Path | None
 ) -> TaskSpec:
-    """Return the task ``ANSWERS`` with the prompts of ``prompts``: a JSON Lines file,
-    ``chat_prompts`` (those that come with qbench), or, with ``settings.from_task``, a task. Raises
-    DataError for a file or task without prompts, RecipeError for an unknown task."""
+    """Return the task ``ANSWERS`` with the prompts of ``prompts``: the path of a JSON Lines file,
+    ``chat_prompts`` (those that come with qbench), or, with ``settings.from_task``, a task's name,
+    for which ``data`` and ``definitions`` are those of ``plan_task``. Raises DataError for a file
+    or task without prompts, RecipeError for an unknown task."""
     if settings.from_task:
         spec = plan_task(prompts, data=data, definitions=definitions)
         if spec.output_type == "loglikelihood_rolling":
@@ -499,8 +504,9 @@ def plan_answers(
 
 
 def prompt_fields(row: Row, path: Path) -> dict[str, str]:
-    """Return the fields ``prompt`` (text for people), ``messages`` (JSON) and ``target`` ("" if
-    there is none) of a prompt. Raises DataError with file and line."""
+    """Return the fields ``prompt`` (text for people), ``messages`` (a list of turns as JSON) and
+    ``target`` ("" if there is none) of the prompt in ``row``, which has either a ``prompt`` or
+    ``messages``. Raises DataError with file and line."""
     prompt, messages = row.fields.get("prompt"), row.fields.get("messages")
     turn = isinstance(prompt, str) and prompt.strip() and messages is None
     turns = prompt is None and isinstance(messages, list) and messages and all(
@@ -523,15 +529,15 @@ def prompt_fields(row: Row, path: Path) -> dict[str, str]:
 
 
 def evaluation_split(config: dict[str, Any]) -> str | None:
-    """Return the split that lm-eval scores: test, or validation if there is no test split; None
-    without either."""
+    """Return the split that lm-eval scores by the definition ``config``: test, or validation if
+    there is no test split; None without either."""
     return config.get("test_split") or config.get("validation_split")
 
 
 def fewshot_split(config: dict[str, Any]) -> str | None:
-    """Return the split that few-shot examples come from: fewshot_config's, fewshot_split, training,
-    validation or test, the first that is set. None without ``num_fewshot``, and if the definition
-    lists its examples (fewshot_config.samples)."""
+    """Return the split that few-shot examples come from by the definition ``config``:
+    fewshot_config's, fewshot_split, training, validation or test, the first that is set. None
+    without ``num_fewshot``, and if the definition lists its examples (fewshot_config.samples)."""
     if not config.get("num_fewshot"):
         return None
     fewshot_config = config.get("fewshot_config") or {}

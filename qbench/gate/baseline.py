@@ -77,9 +77,10 @@ def read_results(store: Store) -> ResultSet:
 
 
 def make(store: Store, out: Path, *, replace: bool = False) -> None:
-    """Write the baseline of a results folder to the file ``out``. Raises ResultsError if a cell is
-    missing, failed or unaudited, a task failed or a score is not finite; if ``out`` exists, without
-    ``replace`` or as a file of another kind."""
+    """Write the baseline of a results folder to the file ``out``: its records, and their outcomes
+    rounded to ``DECIMALS``. Raises ResultsError if a cell is missing, failed or unaudited, a task
+    failed or a score is not finite; if ``out`` exists, without ``replace``; and if it exists and is
+    not a baseline."""
     results = read_results(store)
     unfit = [*results.broken.items()]
     for cell, scored in results.cells.items():

@@ -108,8 +108,9 @@ def check(
 
     ``margins`` are the user's (``parse_margins``), ``across`` names parts of the keys that may
     differ (``ACROSS``), ``inconclusive`` is the verdict if there are too few documents to tell.
-    Raises ResultsError if results or baseline cannot be read, or their data, checkpoints or
-    normalizers differ; RecipeError for a margin without a metric, or a metric without a margin.
+    Raises ResultsError if results or baseline cannot be read, have no cell in common, or differ in
+    data, checkpoints or normalizers; RecipeError for a margin without a metric, or a metric without
+    a margin.
     """
     old, new = read(baseline), read_results(store)
     given = dict(margins or {})
@@ -182,9 +183,10 @@ def require_same_data(cell: str, before: Record, after: Record) -> None:
 
 
 def changes(cells: Mapping[str, tuple[CellResults, CellResults]]) -> dict[CellScore, GateResult]:
-    """Return (cell, score) → the change of each score that both sides have, over the documents that
-    both scored, or of the recorded values if its metric has no test. All are inconclusive until
-    ``judge`` decides."""
+    """Return (cell, (task, metric)) → the change of each score that both sides have. ``cells``:
+    cell → its results in the baseline and now. A change is over the documents that both scored, or
+    of the recorded values if its metric has no test. All are inconclusive until ``judge`` decides.
+    """
     by_name: dict[Name, dict[str, tuple[CellResults, CellResults]]] = defaultdict(dict)
     for cell, sides in cells.items():
         for name in sides[0].scores.keys() & sides[1].scores.keys():
@@ -345,9 +347,10 @@ def _same_bits(old: ModuleAudit, new: ModuleAudit) -> bool:
 
 
 def judge(gate: GateResult, margin: Margin, was: Column, now: Column) -> GateResult:
-    """Test one score for a regression beyond its ``margin``, paired by document; without a test for
-    its metric compare the values only. ``was`` and ``now`` are its outcomes. It fails if a document
-    of the baseline is missing."""
+    """Test one score's change ``gate`` for a regression beyond its ``margin``, paired by document,
+    and return it with the outcome and its reason. Without a test for its metric only the values are
+    compared. ``was`` and ``now`` are its outcomes. It fails if a document of the baseline is
+    missing."""
     score, gone = gate.score, int((~np.isin(was.documents, now.documents)).sum())
     gate = replace(gate, margin=margin.value, given=margin.given)
     if score.aggregation not in TESTABLE:  # computed from all documents at once, such as BLEU

@@ -88,6 +88,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
+        """Return 0 if the outcome is a pass, or inconclusive and that counts as a pass; else 1."""
         counted = self.inconclusive if self.outcome == "inconclusive" else self.outcome
         return 0 if counted == "pass" else 1
 
@@ -97,8 +98,8 @@ class Verdict:
 
 
 def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> GateResult:
-    """Return the result of a measure without sampling error: pass if its ``rise`` (per cent,
-    positive is worse) is within ``margin``. ``seen``: both values in words."""
+    """Return the result of a measure of the audit, which has no sampling error: pass if its
+    ``rise`` (per cent, positive is worse) is within ``margin``. ``seen``: both values in words."""
     within = rise <= margin + ROUNDING
     return GateResult(
         cell=cell,
@@ -157,8 +158,8 @@ def as_markdown(verdict: Verdict, passed: bool = True) -> str:
 
 
 def as_junit(verdict: Verdict) -> str:
-    """Return JUnit XML with one test case per result; an inconclusive one is an error if it counts
-    as failed, else skipped."""
+    """Return JUnit XML as text, with one test case per result; an inconclusive one is an error if
+    it counts as failed, else skipped."""
     inconclusive = "error" if verdict.inconclusive == "fail" else "skipped"
     tags = {"fail": "failure", "inconclusive": inconclusive}
     suites = ElementTree.Element("testsuites")
@@ -273,9 +274,10 @@ class Margin:
 
 
 def parse_margins(texts: Sequence[str]) -> dict[str, float]:
-    """Return the margins by metric of texts such as ``["acc=0.5", "word_perplexity=1"]``. ``acc``
-    and ``perplexity`` mean all accuracies and all perplexities that are not named, a metric's name
-    for it with any of lm-eval's filters. Raises RecipeError for any other text."""
+    """Return metric → margin of texts such as ``["acc=0.5", "word_perplexity=1"]``. ``acc`` and
+    ``perplexity`` mean all accuracies and all perplexities that are not named, a metric's name for
+    it with any of lm-eval's filters. Raises RecipeError for any other text, or a metric given
+    twice."""
     margins = {}
     for text in texts:
         metric, _, number = text.rpartition("=")

@@ -55,9 +55,9 @@ def connected(
     """Yield an executor over the Dask workers of ``address``: ``tcp://HOST:PORT`` or a scheduler
     file.
 
-    ``device`` None: as the workers have. Every worker must see the ``folders``. Raises
-    UnavailableError if there is no worker, or one that does not suit, and RecipeError for another
-    address.
+    ``device`` "cpu" or "cuda"; None: the GPU if the workers have one. Every worker must see the
+    ``folders``, which are made if they do not exist. Raises UnavailableError if no scheduler
+    answers, if there is no worker, or one that does not suit, and RecipeError for another address.
     """
     with ExitStack() as stack:
         client = stack.enter_context(_connect(address))
@@ -191,8 +191,9 @@ class DaskExecutor(Executor):
                 self.client.unsubscribe_topic(topic)
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        """Call ``fn`` on a worker of the cluster; return its concurrent future. ``fn``, arguments
-        and result are pickled. Raises LostExecutorError if the scheduler is gone."""
+        """Call ``fn`` on a worker of the cluster; return its concurrent future, which raises
+        BrokenExecutor if workers died under the call. ``fn``, arguments and result are pickled.
+        Raises LostExecutorError if the scheduler is gone."""
         if self.client.status != "running":
             raise LostExecutorError(LOST)
         payload = pickle.dumps((self.expected, self.tokens, pickle.dumps((fn, args, kwargs))))

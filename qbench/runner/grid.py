@@ -229,11 +229,12 @@ def run_cell(
     reuse: bool = True,
 ) -> Record:
     """Return the valid record of the cell ``name`` in the results folder ``out``; compute the cell
-    if there is none, or with ``force``. If it fails, the record says so.
+    if there is none, if damage can be added to it, or with ``force``. If the cell fails, the record
+    says so.
 
     ``cache`` holds quantized weights, unquantized hidden states and finished tasks, which are used
     unless ``reuse`` is false. The cell is locked meanwhile: if another run computes it, this waits
-    and takes its record, even with ``force``.
+    and takes its record if it is valid, even with ``force``.
     """
     cell, store = plan.cell(name), Store(out)
     lock = FileLock(store.path(cell.grid_cell, ".lock"))
@@ -260,8 +261,9 @@ def run_cell(
 def run(
     cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path, *, reuse: bool = True
 ) -> Record:
-    """Compute one cell; write and return its record, a failed one if it raises. A failed record
-    never replaces a good one."""
+    """Compute one cell and return its record, a failed one if an exception was raised. The record
+    is written, but a failed one never replaces a good one. The libraries' output goes to the cell's
+    log."""
     result = CellResult(cell=cell, plan=plan, progress=progress)
 
     def work() -> None:
@@ -292,8 +294,9 @@ def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
 
 
 def lacks(record: Record | None, cell: Cell) -> str | None:
-    """Return what a run could add to the record: "scores", all of them within the tolerance of
-    ``cell``, or "damage"; None if nothing."""
+    """Return "scores" if a run could add scores to the record (it is None or failed, a task failed,
+    or fast scores are beyond the tolerance of ``cell``); else "damage" if only that is missing and
+    could be measured; None if nothing."""
     if record is None or record.status != "ok" or record.failed_tasks:
         return "scores"
     if tolerance_violation(cell.scoring.tolerance, record.scoring) is not None:
@@ -310,8 +313,9 @@ def is_up_to_date(
     *,
     made: Collection[str] = (),
 ) -> bool:
-    """Return whether the record is valid and has all damage that can be measured now, or once the
-    cells with the keys ``made`` have run."""
+    """Return whether a run can add nothing to the record: it lacks no scores, and no damage that
+    can be measured now. Damage can be measured if the unquantized cell's hidden states are in the
+    ``cache``, or will be, since its key is in ``made``, the keys of cells that run before."""
     lacking = lacks(record, cell)
     if lacking != "damage":
         return lacking is None
@@ -337,7 +341,7 @@ def baseline_error(cache: Path, cell: Cell, record: Record) -> str | None:
 
 def summary(record: Record) -> str:
     """Return one line on a finished cell: its error, or stages with seconds, the audit's
-    measurements and the tasks that failed."""
+    measurements, why decoding used no CUDA graph, and the tasks that failed."""
     if record.status == "failed":
         return f"{record.cell}: FAILED: {record.error}"
     parts = [", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)]

@@ -99,8 +99,8 @@ class Display:
         self.log(f"{elapsed:7.1f}s [{self._numbers[cell]}/{self._cells}] {cell}: {step}")
 
     def log(self, line: str, style: str = "") -> None:
-        """Print a line that stays. A reason for which several cells fail is printed once; later
-        lines name the first cell."""
+        """Print a line that stays, in rich's ``style``. A reason for which several cells fail is
+        printed once; later lines name the first cell."""
         cell, failed, reason = line.partition(FAILED)
         if failed:
             first = self._reasons.setdefault(reason, cell)
@@ -154,6 +154,8 @@ class RemoteProgress:
             self.send((*message, *last.values()))
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
+        """Send the call to the run, at most one in 0.2 seconds over all cells; the others are
+        dropped."""
         now = _now()
         if now - self._last > SECONDS_BETWEEN_ADVANCES:
             self._last = now

@@ -114,7 +114,8 @@ class Workers(Executor):
         self._threads = Threads(len(slots), thread_name_prefix="slot")
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        """Call ``fn`` in the next free process; return its future."""
+        """Call ``fn`` in the next free process; return its future, which raises BrokenExecutor if
+        the process dies. ``fn``, arguments and result are pickled."""
         return self._threads.submit(self._call, fn, args, kwargs)
 
     def preload(self) -> None:

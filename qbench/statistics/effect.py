@@ -139,7 +139,8 @@ def effects(
     columns: Mapping[object, Column], contrasts: Sequence[Signs], aggregation: str
 ) -> list[Answer]:
     """Return an effect, or why there is none, per contrast: Σ sign · score over the ``columns``
-    that it names, on the documents that all of these have. ``aggregation``: one of TESTABLE.
+    that it names, on the documents that all of these have. ``aggregation``: one of TESTABLE; for
+    any other each answer is ``Missing``.
 
     - Values between 0 and 1 (or 0 and 100) with equal weights, such as right-or-wrong answers and
       shares of credit: the score test.
@@ -147,7 +148,8 @@ def effects(
       than a thousand documents of one weight.
     - All else: Student's t on the documents' contributions.
 
-    The last needs ``FEW_CHANGES`` documents that changed.
+    The last, and lengths of answers, need ``FEW_CHANGES`` documents that changed. All need two
+    documents, KL divergences and lengths ``FEWEST_KL``.
     """
     arrays: list[NDArray] = []  # of documents, each that differs once
     index: dict[object, int] = {}
@@ -169,7 +171,8 @@ def effects(
 
 
 def effect(panel: Panel, signs: Signs, aggregation: str) -> Answer:
-    """Return the effect of one contrast of the panel's columns, as ``effects``."""
+    """Return the effect of the contrast ``signs`` of the panel's columns, or why there is none, as
+    ``effects``."""
     return _effects(panel, [signs], aggregation)[0]
 
 
@@ -319,8 +322,9 @@ def at_level(effects: Sequence[Effect], function: str, level: float | Floats) ->
 
 
 def adjust(effects: Sequence[Effect]) -> list[Effect]:
-    """Return the effects with p adjusted by Holm over all of them, and with their detectable sizes,
-    at the level that Holm's method leaves to a test beside the significant ones."""
+    """Return the effects with ``p_holm``, p adjusted by Holm over all of them, whether they are
+    ``significant``, and their ``detectable`` sizes at the level that Holm's method leaves to a test
+    beside the significant ones."""
     if not effects:
         return []
     adjusted = holm([each.p for each in effects])
@@ -345,9 +349,10 @@ def holm(p: ArrayLike) -> Floats:
 
 
 def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
-    """Return how many documents tell a difference ``gap`` from the margin, with 80 % power. With a
-    gap of the full margin: how many show that a quantizer that changes nothing stays within it. The
-    standard error shrinks as 1/√n. None if the gap is 0: no number suffices."""
+    """Return how many documents, at least 2, show that a loss is within a margin that is ``gap``
+    away from it, with 80 % power by a one-sided bound at 95 %. With a gap of the full margin: how
+    many show it of a quantizer that changes nothing. ``documents`` documents have the standard
+    error ``stderr``, which shrinks as 1/√n. None for a gap of 0 or less: no number suffices."""
     if gap <= 0:
         return None
     ratio = float(special.ndtri(CONFIDENCE) + special.ndtri(POWER)) * stderr / gap
@@ -378,9 +383,9 @@ def with_drawing_error(
 
 
 def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
-    """Return by which factor samples per prompt must increase to tell a difference ``gap`` from the
-    margin; None if no factor suffices, or if nothing is ``drawn``: the part of ``stderr`` from
-    drawing answers."""
+    """Return by which factor, at least 1, samples per prompt must increase to show that a loss is
+    within a margin that is ``gap`` away, as ``documents_needed``. ``drawn`` is the part of
+    ``stderr`` that comes from drawing answers. None if no factor suffices, or if ``drawn`` is 0."""
     if gap <= 0 or not drawn:
         return None
     most = (gap / float(special.ndtri(CONFIDENCE) + special.ndtri(POWER))) ** 2
@@ -391,6 +396,6 @@ def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
 def documents_for_margin(loss: Effect, margin: float, expected: float = 0.0) -> int | None:
     """Return how many documents would show that a loss stays within ``margin`` (on the effect's
     scale) if it is ``expected``, from the half-width of its one-sided bound; None if no number
-    would."""
+    would, since ``expected`` is not below the margin."""
     spread = (loss.bounds[1] - loss.estimate) / float(special.ndtri(CONFIDENCE))
     return documents_needed(margin - expected, spread, loss.documents)

@@ -99,8 +99,9 @@ COUNTED = 50_000  # drawn documents counted at once: their counts stay in a proc
 
 
 def drawn_sums(rows: Floats) -> Floats:
-    """Return sums over documents drawn with replacement, [rounds, columns], of ``rows``
-    [documents, columns]. The rounds are the same in every call."""
+    """Return sums over documents drawn with replacement, [rounds, columns], of ``rows`` [documents,
+    columns]. There are ``ROUNDS`` rounds, of many documents fewer. They are the same in every call.
+    """
     documents = len(rows)
     rounds = int(min(ROUNDS, max(LEAST_ROUNDS, DRAWS / documents)))
     if documents * rounds <= 2 * DRAWS:
@@ -361,8 +362,8 @@ class ScoreTest(Method):
 
     @classmethod
     def of(cls, steps: Floats, **fields: Floats) -> Self:
-        """Return the test of ``steps`` [estimates, documents], counted by value; ``fields``: the
-        other fields."""
+        """Return the test of ``steps`` [estimates, documents], counted by value; ``fields``:
+        ``estimate``, ``stderr``, ``lowest`` and ``highest``, [estimates] each."""
         first, last = steps.min(), steps.max()
         if last - first < FEW and np.array_equal(steps, np.rint(steps)):
             values = np.arange(first, last + 1)
@@ -489,7 +490,8 @@ class _Range:
 def detectable_mean(
     mean_square: Floats, documents: Floats, *, reach: Floats, level: float | Floats
 ) -> Floats:
-    """Return the smallest mean that the score test at ``level`` detects with 80 % power.
+    """Return the smallest mean that the score test at ``level`` detects with 80 % power; infinite
+    if there are too few documents for any.
 
     Documents' values have the observed ``mean_square``, and magnitudes of at most ``reach`` (Connor
     1987, Biometrics 43: 207–211). If so few changed that none would be detected even if all changed

@@ -36,7 +36,8 @@ class Column:
 
     @classmethod
     def of(cls, document: ArrayLike, value: ArrayLike, weight: ArrayLike) -> Column:
-        """Return the column of rows ``document``, ``value``, ``weight``, summed by document."""
+        """Return the column of arrays [rows] ``document`` (id), ``value`` and ``weight``, summed by
+        document."""
         documents = np.asarray(document)
         values, weights = (np.asarray(each, float) for each in (value, weight))
         if not (documents.dtype.kind == "i" and (np.diff(documents) > 0).all()):
@@ -92,6 +93,7 @@ class Panel:
 
     @property
     def documents(self) -> int:
+        """Return how many documents the columns have."""
         return len(self.values)
 
     def signs(self, contrasts: Sequence[Signs]) -> Floats:
@@ -112,7 +114,8 @@ ROUNDING = 1e-12  # of sums of doubles, relative to their terms
 
 
 def as_scored(ratio: Floats, aggregation: str) -> Floats:
-    """Return the scores that lm-eval computes from Σ values / Σ weights."""
+    """Return the scores that lm-eval computes by ``aggregation`` from ``ratio``, Σ values / Σ
+    weights; KL divergences and lengths of answers are that ratio."""
     if aggregation in (LOG_MEAN, KL_MEAN):
         return ratio
     with np.errstate(over="ignore"):
@@ -185,7 +188,9 @@ def error_of(terms: Floats) -> Floats:
 
 
 def score_error(values: Floats, weights: Floats, aggregation: str) -> float:
-    """Return the standard error of one column's score, on the scale that is compared."""
+    """Return the standard error of the score of one column's ``values`` and ``weights``
+    [documents], on the scale that is compared (of perplexities the logarithm), by the delta method.
+    """
     scores = Scores(Panel(values=values[:, None], weights=weights[:, None]), aggregation)
     return float(scores.errors[0])
 

@@ -54,8 +54,8 @@ LEAST_CONFIDENCE = 1e-4  # p above one less this is 1
 def over_trainings(
     columns: Mapping[object, Column], trainings: Trainings, aggregation: str
 ) -> Effect | Missing:
-    """Return the effect as ``over_seeds``, on the documents that all columns of the ``trainings``
-    have."""
+    """Return the effect, or why there is none, as ``over_seeds``, on the documents that all columns
+    of the ``trainings`` have. ``columns`` may hold others."""
     names = dict.fromkeys(name for group in trainings for signs in group for name in signs)
     return over_seeds(Panel.of({name: columns[name] for name in names}), trainings, aggregation)
 

@@ -24,13 +24,13 @@ def language_model(
     progress: Advance | None = None,
     observer: Observer | None = None,
 ) -> Any:
-    """Return an lm-eval language model over ``model``, a causal LM of transformers in eval mode, or
-    a runtime of lm-eval or llama.cpp, which scores in its one way.
+    """Return an lm-eval language model over ``model``: a causal LM of transformers in eval mode, or
+    a runtime of lm-eval or llama.cpp, which scores in its one way, whatever the mode.
 
     Mode ``lm-eval`` is HFLM itself with these settings, ``exact`` gives its scores faster, ``fast``
     gives scores within ``settings.tolerance`` of exact ones. ``progress(done, total)`` counts
     requests; ``observer`` sees hidden states, logits and log-probabilities of every scored token.
-    The result's ``report()`` says how it scored.
+    HFLM and lm-eval's runtimes call neither. The result's ``report()`` says how it scored.
 
     Raises UnavailableError if exact and fast scoring do not fit the model; scoring itself raises
     EvaluationError.

@@ -55,7 +55,8 @@ class Request:
 
 
 def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> list[Request]:
-    """Return a request per (context ids, continuation ids, owner) of ``parts``."""
+    """Return a request per (context ids, continuation ids, owner) of ``parts``; their scored tokens
+    are numbered in this order (``first``)."""
     requests, first = [], 0
     for context, continuation, owner in parts:
         requests.append(Request([*context, *continuation], len(context), owner, first))
@@ -146,7 +147,8 @@ THREADS = "TOKENIZERS_PARALLELISM"
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special_tokens: bool
 ) -> list[list[int]]:
-    """Return the token ids of each text, in order; equal texts are encoded once."""
+    """Return the token ids of each text, in order; equal texts are encoded once.
+    ``special_tokens``: with those that the tokenizer adds."""
     if not texts:
         return []
     unique = list(dict.fromkeys(texts))
@@ -187,7 +189,8 @@ def encode_pairs(
     add_bos: bool | None,
     prefix_id: int,
 ) -> list[tuple[list[int], list[int]]]:
-    """Return (context, continuation) texts as ids of both, split where lm-eval splits them.
+    """Return the ids of context and continuation for each pair of such texts, split where lm-eval
+    splits them. ``add_bos`` and ``prefix_id`` are those of ``encode_texts``.
 
     The whole text is encoded and cut after as many ids as the context alone has, with the context's
     trailing spaces moved to the continuation. An empty context becomes the prefix token (BOS, else
@@ -269,9 +272,9 @@ class Padding:
     one_length: bool = False
 
     def plan(self, requests: Sequence[Request], *, windows: bool) -> list[PaddedBatch]:
-        """Return padded batches in HFLM's order: requests are sorted all together, rolling windows
-        a batch of input order at a time.
-        """
+        """Return padded batches in HFLM's order, the longest requests first; requests with the same
+        input share a row. Rolling windows (``windows``) are taken in input order, a batch at a
+        time, and sorted within it; not if ``batch_tokens`` is given."""
         size, count, batches = self.batch_size, len(requests), list[PaddedBatch]()
         parts = [range(count)]
         if windows and self.batch_tokens is None:

@@ -95,13 +95,13 @@ def generate(
     counts: Counts | None = None,
     runtime: Callable[..., list[list[int]]] | None = None,
 ) -> list[str]:
-    """Return the greedy answer to each of lm-eval's requests. Model and ``generation_kwargs`` must
-    suit (see :func:`unsupported_by_slots`).
+    """Return the greedy answers to lm-eval's requests as texts. Model and ``generation_kwargs``
+    must suit (see :func:`unsupported_by_slots`).
 
     Stop strings, limits and truncation of long prompts are HFLM's; in float32 on a CPU so are the
     answers. Requests are counted in ``counts``. ``runtime`` decodes in place of :func:`decode`.
-    Raises EvaluationError if logits are not numbers, an answer has no room, or all prompts would be
-    cut.
+    Raises EvaluationError if logits are not numbers, an answer has no room, all prompts would be
+    cut, or the tokenizer has no EOS token.
     """
     counts = counts or Counts()
 
@@ -195,9 +195,9 @@ def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str
 
 
 def at_once(model: Any, length: int) -> int:
-    """Return how many prompts, with answers of ``length`` tokens in all, are decoded at once. It
-    depends only on the device and the model's shape, not on free memory: scores may move with the
-    size of a batch."""
+    """Return how many prompts are decoded at once if prompt and answer have ``length`` tokens
+    together. It depends only on the device and the model's shape, not on free memory: scores may
+    move with the size of a batch."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -221,10 +221,11 @@ def decode(
     """Return the answer's token ids for each prompt.
 
     An answer ends at its limit, with one of ``ends`` (kept as its last token), or when
-    ``finished(prompt's index, tokens so far)`` returns true, which is called every few tokens.
-    ``longest``: how many tokens of prompt and answer the model has positions for. Work is counted
-    in ``counts``. If memory is short, fewer prompts are decoded at once. Raises EvaluationError if
-    logits are not numbers, or a single prompt does not fit the device.
+    ``finished(prompt's index, tokens so far)`` returns true, which is called every few tokens, so
+    that the answer may go on a little beyond. ``longest``: how many tokens of prompt and answer the
+    model has positions for. Work is counted in ``counts``. If memory is short, fewer prompts are
+    decoded at once. Raises EvaluationError if logits are not numbers, or a single prompt does not
+    fit the device.
     """
     counts = counts or Counts()
     check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
@@ -670,9 +671,10 @@ def _settled(text: str, stops: Sequence[str]) -> bool:
 
 
 def generate_by_hflm(hflm: HFLM, requests: Sequence[Any], counts: Counts) -> list[str]:
-    """Return HFLM's answers, in order; add to ``counts`` the prompts that HFLM cuts. Raises
-    EvaluationError if transformers refuses the settings of generation, if answers do not fit into
-    max_length, or if logits of a new token are not numbers."""
+    """Return HFLM's answers as texts, in order; add to ``counts`` the requests and the prompts that
+    HFLM cuts. Raises EvaluationError if transformers refuses the settings of generation, if answers
+    do not fit into max_length, if all prompts would be cut, or if logits of a new token are not
+    numbers."""
     _prompts(hflm, requests, counts)
     broken: list[Tensor] = []
 

@@ -90,8 +90,9 @@ AttentionMaskInterface.register(WITH_MASKS, _mask_window)
 
 def rope_limit(config: Any) -> tuple[str | None, int | None]:
     """Return what makes logits depend on the longest text of a batch, a kind of rotary embedding or
-    ``top-k`` keys, and the number of tokens up to which they do not; (None, None) for others. A
-    top-k over keys (DeepSeek V3.2, GLM-MoE-DSA) chooses among equal scores by the text's length."""
+    ``top-k`` keys, and the number of tokens up to which they do not; (None, None) for other models,
+    or without ``config``, the text model's. A top-k over keys (DeepSeek V3.2, GLM-MoE-DSA) chooses
+    among equal scores by the text's length."""
     kind = None if config is None else moving_rope(config.to_dict())
     if kind is None and getattr(config, "index_topk", None):
         return "top-k", config.index_topk
@@ -245,7 +246,8 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
 
 def fit_settings(model: Any, settings: ScoringSettings) -> tuple[ScoringSettings, str]:
     """Return ``settings`` with the fastest scoring that suits ``model`` (fast in packs, fast in
-    padded rows or exact, lm-eval), and the measurement that rules out faster ones ("" if none)."""
+    padded rows or exact, lm-eval), and a line with the measurement that rules out faster ones, ""
+    if there is none. Raises EvaluationError if logits are not numbers."""
     if settings.mode == "lm-eval":
         return settings, ""
     try:

@@ -55,9 +55,9 @@ class Projection:
     chosen: Tensor | None = None
 
     def of(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[int, int], Tensor]:
-        """Return a function that gives the logits [last − first, vocabulary] of a part. The
-        product's shape depends only on the part, so that two heads round alike.
-        """
+        """Return a function (first, last) that gives the logits [last − first, vocabulary] of these
+        of the ``rows`` [R, H], by ``head``. The product's shape depends only on the part, so that
+        two heads round alike."""
         if self.chosen is not None:
             inputs = rows.new_zeros(self.total, rows.shape[1]).index_copy_(0, self.chosen, rows)
             logits = head(inputs)[self.chosen]
@@ -111,25 +111,24 @@ class LogitsPart:
 class Observer(Protocol):
     """An object that sees every scored row in the forward pass that scores it.
 
-    ``begin`` comes before a call's rows. It gets the requests in order (lm-eval ``Instance``
-    objects: ``task_name``, ``doc_id``, ``idx``), how many tokens of each are scored, and the LM
-    head (``hidden_states.LMHead``); ``end`` comes when the call is scored.
-
-    ``batch`` comes once per forward. ``hidden`` [R, H] are the LM head's input rows, still being
-    computed where the device is asynchronous. ``projection`` says how they go through it. What it
-    returns is called with each part of their logits.
-
     Rows come in no particular order. Each index comes at least once. It comes again where a batch
     ran out of memory and was repeated, so keep results by index.
     """
 
-    def begin(self, instances: Sequence[object], lengths: Sequence[int], head: Any) -> None: ...
+    def begin(self, instances: Sequence[object], lengths: Sequence[int], head: Any) -> None:
+        """Begin a call, before its rows. ``instances`` are its requests in order (lm-eval's
+        ``Instance``: ``task_name``, ``doc_id``, ``idx``), ``lengths`` how many tokens of each are
+        scored, ``head`` the LM head (``hidden_states.LMHead``)."""
 
     def batch(
         self, scored: Scored, hidden: Tensor, projection: Projection
-    ) -> Callable[[LogitsPart], None] | None: ...
+    ) -> Callable[[LogitsPart], None] | None:
+        """Take one forward's rows, and return a function that is called with each part of their
+        logits, or None. ``hidden`` [R, H] are the LM head's input rows, still being computed where
+        the device is asynchronous. ``projection`` says how they go through it."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """End a call, after all of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,8 @@ def score_rows(
     observer: Observer | None,
 ) -> RowScores:
     """Apply LM head and log-softmax to ``hidden`` [R, H], ``at_once`` rows at a time, and return
-    the scored tokens' values. ``softmax_dtype`` None means the logits' own dtype."""
+    the values of the tokens ``scored``, in their order. ``softmax_dtype`` None: the logits' own
+    dtype. ``observer``, if given, sees every part."""
     watch = None if observer is None else observer.batch(scored, hidden, projection)
     order = np.argsort(scored.row, kind="stable")
     rows = scored.row[order]

@@ -82,7 +82,8 @@ from qbench.streaming import stream_of
 
 
 def pinned_hflm(model: torch.nn.Module, tokenizer: Any, settings: ScoringSettings) -> HFLM:
-    """Return HFLM over a loaded model, with the cell's settings."""
+    """Return lm-eval's HFLM over a loaded model, with the cell's batch size, length, BOS and
+    softmax dtype."""
     logger = logging.getLogger("lm_eval.models.huggingface")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of every model that is given as an object
@@ -150,9 +151,9 @@ class HFLMScorer(LM):
 def report(
     settings: ScoringSettings, hflm: HFLM, *, rolling: Iterable[str], **counted: Any
 ) -> ScoringReport:
-    """Return the record's report on scoring: the settings, and what was ``counted``. ``rolling``:
-    the tasks that score whole texts. lm-eval puts the prefix token before these, a second BOS if
-    the tokenizer adds one."""
+    """Return the record's report on scoring: the settings, peak memory, and ``counted``, other
+    fields of the report. ``rolling``: tasks that score whole texts. lm-eval puts the prefix token
+    before these; if the tokenizer adds a BOS too, the report lists them as ``doubled_bos``."""
     fast, device = settings.mode == "fast", hflm.device.type
     packed = fast and settings.packed
     bos = settings.add_bos is not False and puts_bos(hflm.tokenizer)
@@ -310,9 +311,9 @@ class Scorer(LM):
         self, instances: Sequence[Any], requests: list[Request], *, windows: bool = False
     ) -> list[LogLikelihood]:
         """Return the log-likelihoods of ``requests``; ``requests[i].owner`` is the index of its
-        lm-eval instance. ``windows``: they are rolling windows. Raises EvaluationError if a
-        continuation or all requests are too long, if memory is short, or if fast scores leave the
-        tolerance without ``fallback``."""
+        lm-eval instance in ``instances``, all of one task. ``windows``: they are rolling windows.
+        Raises EvaluationError if a continuation or all requests are too long, if memory is short,
+        or if fast scores leave the tolerance without ``fallback``."""
         if not requests:
             return []
         most, task = self.settings.max_length, instances[0].task_name
