@@ -235,7 +235,7 @@ class Records(Generic[R]):
         unpack(Path(root))
 
     def has_manifest(self) -> bool:
-        """Return whether the folder has a manifest of its own; one that was given does not count."""
+        """Return whether the folder has a manifest of its own; a given one does not count."""
         return (self.directory / MANIFEST).is_file()
 
     def manifest(self) -> Any:

@@ -37,7 +37,8 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
 
 
 def score_tables(comparison: Comparison) -> list[Table]:
-    """Return all tables of a comparison."""
+    """Return all tables of a comparison in their order: precisions, scores and damage by method,
+    losses against one precision, answers. Tables without rows are left out."""
     rows = precision_rows(comparison) if comparison.tested and comparison.quantizers else []
     notes = legend(comparison, rows, list(rows[0])[4:]) if rows else ()
     tables = from_rows(rows, title="Precisions", notes=notes)
@@ -49,8 +50,9 @@ def score_tables(comparison: Comparison) -> list[Table]:
 def table_files(
     comparison: Comparison, formats: Sequence[str] = ("md", "csv"), *, published: str | None = None
 ) -> dict[str, str]:
-    """Return file name → content: ``tables.<format>``, and ``seeds.csv`` over several trainings.
-    Markdown begins with the verdict. ``published``: see ``render``."""
+    """Return file name → content: ``tables.<format>`` for each of ``formats``, and ``seeds.csv`` if
+    there are several trainings. Nothing is written. Markdown begins with the verdict.
+    ``published``: see ``render``."""
     files = {}
     for format in formats:
         text = render(comparison, format=format, published=published)

@@ -162,7 +162,8 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
 
 
 def texts_read(analyses: Sequence[Analysis]) -> list[str]:
-    """Return a line about the texts, once for all cells that read the same."""
+    """Return a line per text that was read, with its length, device and attention, and the cells
+    that read it."""
     lines = []
     for each in analyses:
         text = each.text
@@ -194,11 +195,12 @@ LEFT_OUT = ("maps",)  # attention maps stay in the records: a number per weight
 
 
 def analyses_csv(results: AnalysisResults) -> str:
-    """Return every number in full precision, one per row.
+    """Return all numbers but attention maps in full precision as CSV, one per row; "" if there are
+    none.
 
-    Columns: ``analysis`` (text or sensitivity), ``checkpoint``, ``quantizer``,
-    ``measure`` (the field of the record, dotted, list items by their index: layers and heads from
-    0), ``value``, and ``key`` of the record.
+    Columns: ``analysis`` (text or sensitivity), ``checkpoint``, ``quantizer``, ``measure`` (the
+    field of the record, dotted, list items by their index: layers and heads from 0; of a
+    sensitivity after the unit's name), ``value``, and ``key`` of the record.
     """
     kinds: tuple[tuple[str, Sequence[Analysis | Sensitivity]], ...] = (
         ("text", results.cells),

@@ -29,7 +29,8 @@ NOTES = (
 
 
 def answer_tables(comparison: Comparison) -> list[Table]:
-    """Return the tables of answers of each checkpoint; nothing if none were read."""
+    """Return three tables per checkpoint on what quantization changed in its answers: an overview,
+    KL by class of token, KL by position. An empty list if the cells have no answers."""
     tables: list[Table] = []
     for checkpoint in comparison.grid.checkpoints:
         damages = {

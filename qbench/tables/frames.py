@@ -45,8 +45,8 @@ COLUMNS = (
 
 
 def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
-    """Return all scores of the manifest by the names in ``COLUMNS``, in full precision and the
-    record's units, failed and missing ones too.
+    """Return one dict per score of the manifest, failed and missing ones too, in full precision and
+    the record's units. Its names are of ``COLUMNS``; those without a value may be left out.
 
     ``did`` is the difference-in-differences. For perplexities: ``low`` and ``high`` come from the
     logarithm and are converted to perplexities, ``delta`` is the raw difference without error, and
@@ -140,9 +140,9 @@ def seeds_csv(comparison: Comparison) -> str:
 
 
 def printed_table(comparison: Comparison, published: str) -> list[Table]:
-    """Return the table of a paper's printed scores beside ours, for cells that both have.
-    ``published`` is a paper and the size of its models in ``published.csv``, such as softpick-340m.
-    Raises RecipeError if it is unknown."""
+    """Return the table of a paper's printed scores beside ours, for cells that both have; an empty
+    list if there are none. ``published`` is a paper and the size of its models in
+    ``published.csv``, such as softpick-340m. Raises RecipeError if it is unknown."""
     text = resources.files(__package__).joinpath("published.csv").read_text("utf-8")
     printed = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     sets = printed.paper + "-" + printed.scale.str.lower()
@@ -196,8 +196,8 @@ class Results:
     @cached_property
     def damage(self) -> pd.DataFrame:
         """Return one row per quantized cell, task and metric, missing scores too, with the columns
-        of tables.csv but Δ's, and ``kl`` with its 95 % interval: over all tasks of the cell, in
-        nats per token."""
+        of tables.csv but those of Δ and difference-in-differences, and ``kl`` with its 95 %
+        interval: over all tasks of the cell, in nats per token."""
         left_out = [name for name in COLUMNS if name.startswith(("delta", "did"))]
         rows = pd.DataFrame(comparison_rows(self.comparison), columns=[*COLUMNS])
         rows = rows[rows.quantizer.isin(self.comparison.quantizers)].drop(columns=left_out)
@@ -213,9 +213,9 @@ class Results:
 
     @cached_property
     def documents(self) -> pd.DataFrame:
-        """Return one row per quantized cell, task, metric and document: its value, the unquantized
-        model's, and KL divergence in nats per token (NaN if not measured). Cells without damage are
-        left out, and documents that one of the two models lacks."""
+        """Return one row per quantized cell, task, metric and document: its ``value``, the
+        ``unquantized`` model's, its ``weight``, and ``kl`` in nats per token (NaN if not measured).
+        Cells without damage are left out, and documents that one of the two models lacks."""
         names = ["checkpoint", "quantizer", *DOCUMENT, "value", "unquantized", "weight", "kl"]
         tables = [pd.DataFrame(columns=names)]
         for cell in self.comparison.grid.cells:

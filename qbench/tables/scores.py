@@ -63,7 +63,7 @@ AT_MOST_NOTE = f"{AT_MOST}: a larger damage is excluded at 95 % (one-sided)."
 
 def run_notes(comparison: Comparison, hidden: Sequence[Row]) -> list[str]:
     """Return lines about the run: tasks without data, how prompts became conversations, BOS before
-    the scored texts, and the ``hidden`` rows, which repeat word perplexity."""
+    the scored texts, and the names of the ``hidden`` rows, which repeat word perplexity."""
     notes, records = [], comparison.records.values()
     if comparison.grid.skipped:
         notes.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
@@ -116,8 +116,8 @@ def score_notes(lines: MethodLines) -> list[str]:
 def seed_notes(
     comparison: Comparison, rows: Sequence[Row], contrasts: tuple[str, ...]
 ) -> list[str]:
-    """Return the lines below a table over seeds of ``contrasts``; those on trainings only if it
-    shows Δ."""
+    """Return the lines below a table over seeds of ``contrasts``: ("deltas",), or ("damages",
+    "differences"). Lines on how the models were trained come only with ("deltas",)."""
     effects, trainings = effects_of(rows, *contrasts), trained(comparison.records.values())
     notes = [
         "Means over trainings that differ in their seed.",
@@ -142,7 +142,8 @@ def seed_notes(
 
 
 def effects_of(rows: Iterable[Row], *contrasts: str) -> list[Effect]:
-    """Return the effects of these contrasts in all rows, those without an interval left out."""
+    """Return the effects of these ``contrasts`` ("deltas", "damages", …) in all rows, those without
+    an interval left out."""
     return [each for row in rows for name in contrasts for each in row.of(name).values()]
 
 
@@ -223,7 +224,8 @@ class MethodLines:
 
 
 def by_method(comparison: Comparison) -> list[MethodLines]:
-    """Return one set of tables per quantization method; a single set for one checkpoint.
+    """Return the content of one set of tables per quantization method; of a single set for one
+    checkpoint.
 
     With several trainings of each kind a set is of the means; those of a checkpoint that was
     trained once follow. Of more than two checkpoints there is one for each pair with the first.
@@ -278,7 +280,8 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
 
 
 def tables_of(method: MethodLines) -> list[Table]:
-    """Return the tables of scores with Δ and of damage; one table for one checkpoint."""
+    """Return the tables of a set: scores with Δ, then damage if it was measured. For one checkpoint
+    with damage both are one table."""
     quantized = [row for row in method.rows if row.quantized]
     damaged = bool(effects_of(method.rows, "damages"))
     if method.seeds:
@@ -463,7 +466,8 @@ def _names(line: Row) -> Cells:
 
 
 def entry_text(entry: RowValue, line: Row) -> str:
-    """Return a score with its standard error; ``failed`` or ``— missing`` without one."""
+    """Return a score with its standard error, if it has one, as text; ``failed`` or ``— missing``
+    if there is no score."""
     if entry.status == "missing":
         return f"{NO_VALUE} missing"
     if entry.status == "failed":
@@ -473,7 +477,8 @@ def entry_text(entry: RowValue, line: Row) -> str:
 
 
 def documents_text(line: Row) -> str:
-    """Return how many documents were scored: one number if all checkpoints agree, else one each."""
+    """Return how many documents were scored, as text: one number if all checkpoints agree, else one
+    each; a dash if it is not known."""
     counts = [entry.documents for entry in line.entries.values()]
     numbers = {count for count in counts if count is not None}
     if len(numbers) <= 1:

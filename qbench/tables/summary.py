@@ -16,7 +16,8 @@ WIDTH = 100
 
 
 def summary(comparison: Comparison) -> str:
-    """Return as text: models and data, the verdict, missing cells, and a line per precision."""
+    """Return as text: models and data, the verdict, missing and failed cells, and a table with a
+    line per precision, if any was scored."""
     lines = [*verdict(comparison)]
     lines += group_by_reason((cell.cell, reason) for cell, reason in comparison.problems())
     if comparison.grid.skipped:
@@ -49,7 +50,8 @@ def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
 def legend(
     comparison: Comparison, rows: Sequence[dict[str, str]], tasks: Sequence[str]
 ) -> list[str]:
-    """Return a sentence per column and mark of ``rows`` on its meaning."""
+    """Return a sentence per column and mark of ``rows`` on its meaning. ``tasks``: the names of the
+    tasks' columns."""
     metrics = {row.label: metric_title(row.metric) for row in _first_rows(comparison)}
     text = "".join(text for row in rows for text in row.values())
     notes = ["KL: divergence of the predictions from the unquantized model’s, nats per token."]
@@ -78,8 +80,10 @@ def legend(
 
 
 def precision_rows(comparison: Comparison) -> list[dict[str, str]]:
-    """Return a row per precision and model, of one model in the order of the verdict, with all
-    columns and intervals."""
+    """Return the rows of the table of precisions as texts by column: Precision, Bits, GiB, KL, and
+    one per task. A row is a precision of a model; several trainings of one kind share a row, with
+    their means. The rows of a single model are in the order of the verdict. No column is left out
+    for width. KL of a single training has its interval."""
     by_quantizer: dict[str, dict[str, Row]] = {}
     for row in _first_rows(comparison):
         by_quantizer.setdefault(row.quantizer, {})[row.task] = row

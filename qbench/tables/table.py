@@ -62,8 +62,9 @@ class Table:
 def from_rows(
     rows: Sequence[Mapping[str, str] | Cells], *, title: str, notes: Iterable[str], **layout: Any
 ) -> list[Table]:
-    """Return [table] with the first row's names as head, or [] without rows. All rows must have the
-    same names in the same order: cells go by position. ``layout``: other fields of the table."""
+    """Return a list with the table of ``rows``, whose head are the names of the first row; []
+    without rows. All rows must have the same names in the same order: cells go by position.
+    ``layout``: other fields of the table."""
     if not rows:
         return []
     pairs = [row.items() if isinstance(row, Mapping) else row for row in rows]
@@ -73,7 +74,7 @@ def from_rows(
 
 
 def markdown(tables: Iterable[Table]) -> str:
-    """Return the tables one below the other, with their notes."""
+    """Return the tables one below the other as Markdown, with their notes as lists."""
     blocks = []
     for each in tables:
         notes = "\n".join(f"- {for_markdown(note)}" for note in each.footnotes)
@@ -83,8 +84,8 @@ def markdown(tables: Iterable[Table]) -> str:
 
 
 def latex(tables: Iterable[Table]) -> str:
-    r"""Return a fragment for LaTeX's input command: each table with its notes below. It needs
-    booktabs and a LaTeX that reads UTF-8."""
+    """Return a fragment for LaTeX's input command: the tables, and below each its notes as comments
+    (``%``). It needs booktabs and a LaTeX that reads UTF-8."""
     import pandas as pd  # slow to import
 
     return "".join(
@@ -102,9 +103,9 @@ def as_csv(
     *,
     numbers: Sequence[str] = (),
 ) -> str:
-    """Return CSV with ``columns``, by default all keys in the order of their first use. Text that a
-    spreadsheet would compute begins with an apostrophe, except in the columns ``numbers``. ""
-    without rows and columns."""
+    """Return CSV with ``columns``, by default all keys in the order of their first use; a cell that
+    a row lacks is empty. Text that a spreadsheet would compute begins with an apostrophe, except in
+    the columns ``numbers``. "" without rows and columns."""
     columns = columns or list(dict.fromkeys(column for row in rows for column in row))
     if not columns:
         return ""

@@ -156,7 +156,8 @@ class Run:
         write_atomically(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
     def file_digests(self) -> dict[str, str]:
-        """Return path → SHA-256 of a finished training's files but record and state."""
+        """Return path → SHA-256 of the final checkpoint's files and the log. Left out are the best
+        checkpoint, the record, and the state."""
         paths = [
             self.folder / CONFIG,
             self.folder / SINGLE,
@@ -167,7 +168,7 @@ class Run:
 
     def finished(self) -> Training | None:
         """Return the record of the training; None if it is not finished. Raises TrainingError if
-        its settings differ, or if a file was changed."""
+        its settings differ, or if the record or a file was changed."""
         path = self.folder / TRAINING_FILE
         if not path.is_file():
             return None

@@ -154,8 +154,9 @@ class Trainer:
         self._began = 0.0
 
     def train(self, stop_after: int | None) -> None:
-        """Take the steps that are left, or ``stop_after`` of them. Raises TrainingError if the loss
-        is not finite or far above the lowest so far; the last good state is kept."""
+        """Take the steps that are left, or at most ``stop_after`` of them, and save the state.
+        Raises TrainingError if the loss is not finite or far above the lowest so far; the last good
+        state is kept."""
         run, recipe, progress = self.run, self.run.recipe, self.progress
         first = progress.step
         last = min(recipe.steps, first + (stop_after or recipe.steps))
@@ -334,8 +335,9 @@ def train_recipe(
     log: Callable[[str], None],
     stop_after: int | None = None,
 ) -> list[Training]:
-    """Train the runs that are not finished, or ``stop_after`` steps of each. Each run's checkpoint
-    goes to ``out/<normalizer>-seed<n>``. ``log`` gets lines that begin with the run's name.
+    """Train the runs that are not finished, or ``stop_after`` steps more of each. Each run's
+    checkpoint goes to ``out/<normalizer>-seed<n>``. ``log`` gets lines that begin with the run's
+    name.
 
     Returns the records of all runs that are finished now, also of those that were before. Raises
     RecipeError or DataError if the data do not fit, TrainingError if a run breaks, is trained by
@@ -362,7 +364,7 @@ def train_recipe(
 
 
 def run_name(normalizer: str, seed: int | str) -> str:
-    """Return the name of a run's folder."""
+    """Return the name of a run's folder, ``<normalizer>-seed<seed>``."""
     return f"{normalizer}-seed{seed}"
 
 

@@ -40,7 +40,8 @@ def model_settings(
 ) -> dict[str, Any]:  # fmt: skip
     """Return ``model_type`` and settings of the class of transformers for a model of ``shape``:
     Llama's; with a gate those of ``gated.py``; without a rotary embedding SmolLM 3's.
-    ``normalizer`` is named with its gate; ``bos``, ``eos`` and ``pad`` are ids."""
+    ``normalizer`` is named with its gate (``softmax+head-gate``); ``bos``, ``eos`` and ``pad`` are
+    ids."""
     kind: dict[str, Any] = {"model_type": "llama"}
     if gate := split_gate(normalizer)[1]:
         kind = {"model_type": "gated-llama", "gate": gate}
@@ -94,8 +95,8 @@ PEAK = {"H200": 790e12, "H100": 757e12}
 
 
 def utilization(model: LlamaForCausalLM, context: int, speed: float, hardware: str) -> float | None:
-    """Return the share of the GPU's peak FLOP/s at ``speed`` tokens per second in sequences of
-    ``context`` tokens; None if the name ``hardware`` holds no key of PEAK."""
+    """Return the share of a GPU's peak FLOP/s at ``speed`` tokens per second and GPU in sequences
+    of ``context`` tokens; None if the name ``hardware`` holds no key of PEAK."""
     peak = next((rate for name, rate in PEAK.items() if name in hardware), None)
     return None if peak is None else speed * flops_per_token(model, context) / peak
 
@@ -134,12 +135,13 @@ def initial_model(
     **tokens: int | None,
 ) -> tuple[LlamaForCausalLM, str]:
     """Return a float32 model with its initial weights, and its attention, such as
-    ``softpick/triton``.
+    ``softpick/triton``. Seeds torch's global generator.
 
     The weights are drawn on the CPU and depend only on ``shape`` and ``seed``: they are the same
     for every attention function, whose own parameters come after, and so do gates. Parameters that
-    it can do without are there only if ``shape`` names them. ``tokens``: the ids ``bos``, ``eos``
-    and ``pad``. Raises UnavailableError if the attention implementation cannot run.
+    the attention function can do without are there only if ``shape`` names them. ``tokens``: the
+    ids ``bos`` and ``eos``; ``pad`` is ignored, since rows are never padded. Raises
+    UnavailableError if the attention implementation cannot run.
     """
     torch.manual_seed(seed)
     settings = model_settings(shape, normalizer, **tokens)
@@ -210,7 +212,8 @@ def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
 
 
 def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
-    """Return AdamW over ``parameters``; vectors decay only if ``settings`` say so."""
+    """Return AdamW over those of ``parameters`` that are trained; vectors decay only if
+    ``settings`` say so."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decay = settings.weight_decay
     groups = [
@@ -227,8 +230,8 @@ def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
 def parallel_loss(
     model: LlamaForCausalLM, compute: Compute, processes: PartialState
 ) -> Loss | DistributedDataParallel:
-    """Return the loss of ``model``, compiled as one graph if ``compute`` says so, with gradients
-    averaged over ``processes``."""
+    """Return the loss of ``model``, which is set to train mode; compiled as one graph if
+    ``compute`` says so, with gradients averaged over ``processes``."""
     loss = Loss(model.train(), compute.precision)
     if compute.compile:
         # A recipe's models follow one another: the compiler would take each for the same one

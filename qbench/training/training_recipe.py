@@ -283,9 +283,9 @@ class TrainingRecipe(Strict):
         return [(normalizer, seed) for seed in self.seeds for normalizer in self.normalizers]
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that determines a run's weights except attention function and seed, for
-        its record: the runs of a pair share it. How often a run is logged, saved and evaluated is
-        left out, since it changes no weight."""
+        """Return everything that determines a run's weights except token files, attention function
+        and seed, for its record: the runs of a pair share it. How often a run is logged, saved and
+        evaluated is left out, since it changes no weight."""
         unsaid = () if self.model.parameters else ("parameters",)  # as before there were any
         settings = self.model_dump(
             mode="json",

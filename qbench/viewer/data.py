@@ -57,13 +57,15 @@ NO_TEXTS = (
 
 
 class WholeStore(Store):
-    """A store that treats unreadable records as missing; ``unreadable``: cell → reason."""
+    """A store that treats damaged records as missing; ``unreadable``: cell → reason."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.unreadable: dict[str, str] = {}
 
     def get(self, cell: GridCell) -> Record | None:
+        """Return the record of ``cell``; None if it is missing, or if it or its outcomes cannot be
+        read. ``unreadable`` then has the reason. Raises no ResultsError."""
         try:
             record = super().get(cell)
             if record is not None and "outcomes" in record.files:
@@ -76,7 +78,8 @@ class WholeStore(Store):
 
 
 def unreadable(store: Store) -> Mapping[str, str]:
-    """Return cell → why its record cannot be read."""
+    """Return cell → why its record cannot be read, of the cells read so far; {} for a store that
+    raises instead."""
     return store.unreadable if isinstance(store, WholeStore) else {}
 
 
@@ -97,7 +100,8 @@ class Results:
 
     @property
     def version(self) -> int:
-        """Return a number that changes whenever a file of the folder changes."""
+        """Return a checksum over names and times of change of the manifest's, the records' and the
+        analyses' JSON files. Other files of the folder do not change it."""
         folder = self.store.directory
         files = [folder / "grid.json", *(folder / "records").glob("*/*/*.json")]
         files += (folder / "analysis").rglob("*.json")
@@ -109,7 +113,8 @@ class Results:
 
     @property
     def ready(self) -> bool:
-        """Return whether intervals and tests of the newest version are computed."""
+        """Return whether intervals and tests of the newest version are computed; if not, a thread
+        begins."""
         return self._begin().done()
 
     def comparison(self, *, wait: bool) -> Comparison:
@@ -153,10 +158,11 @@ class Results:
                     return
 
     def payload(self, name: str, *, wait: bool = False) -> Json:
-        """Return the payload ``name``, such as overview or cell/3, without the folder's index;
-        ``wait``: for intervals and tests.
+        """Return the payload ``name``, such as overview or cell/3. ``wait``: until intervals and
+        tests are computed.
 
-        Raises KeyError for an unknown name, ResultsError for records that cannot be read.
+        Raises KeyError for an unknown name, or a cell or task that does not exist; ResultsError for
+        records that cannot be read.
         """
         kind, *indexes = name.split("/")
         try:
@@ -176,7 +182,8 @@ class Results:
 
 
 def index(results: Sequence[Results]) -> Json:
-    """Return the folders' names; if two are equal, their paths relative to the common folder."""
+    """Return ``{"folders": [{"name": …}, …]}``: the folders' names; if two are equal, all are paths
+    relative to the common folder."""
     paths = [folder.store.directory.resolve() for folder in results]
     names = [path.name for path in paths]
     if len({*names}) < len(names):
@@ -185,7 +192,8 @@ def index(results: Sequence[Results]) -> Json:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as strict JSON: numbers that are not finite become text or null."""
+    """Return ``value`` with what strict JSON can hold: keys as text, infinite numbers as "∞" and
+    "−∞", NaN as None."""
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -199,7 +207,8 @@ def plain(value: Any) -> Any:
 
 
 def overview(results: Results, comparison: Comparison) -> Json:
-    """Return the first page: the verdict, scores and effects, cells, problems."""
+    """Return the first page: the verdict, scores and effects, cells, problems. ``ready`` says
+    whether ``comparison`` has intervals and tests."""
     grid, store = comparison.grid, results.store
     lines = [line for line in comparison.lines if not line.redundant]
     labels = {line.task: line.label for line in lines}
@@ -384,9 +393,9 @@ def documents(store: Store, cell: int, task: int) -> Json:
 
 
 def tokens(store: Store, cell: int, task: int, document: int) -> Json:
-    """Return, for a document of task number ``task``, its tokens by sample: text, KL divergence,
-    change of log-probability, and whether both models' likeliest token is the same (None: not
-    recorded)."""
+    """Return, for a document of task number ``task``, a list ``samples``, each of columns by token:
+    ``texts``, ``kl``, ``change`` of the log-probability, and ``agrees``, whether both models'
+    likeliest token is the same (None: not recorded)."""
     record, name = _record(store, cell), _task(store, task)
     rows = _tokens(store, record, name)
     assert rows is not None, "the page asks for documents with tokens only"
@@ -433,8 +442,9 @@ def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
 
 
 def task_texts(results: Results, task: int) -> Json:
-    """Return, by document of task number ``task``, the texts of its requests (context and
-    continuation) and the right answer; or the reason ``missing`` why there are none."""
+    """Return, by document of task number ``task``, the ``texts`` of its requests (context and
+    continuation) and the right answer as ``targets``. If there are none, both are empty and
+    ``missing`` says why."""
     name = _task(results.store, task)
     empty: Json = {"task": name, "texts": {}, "targets": {}}
     if name == ANSWERS and (prompts := _prompts(results.store)):
@@ -468,8 +478,8 @@ def _prompts(store: Store) -> dict[int, list[list[str]]]:
 
 
 def analysis(store: Store) -> Json:
-    """Return the analyses ``cells`` and ``sensitivities``; ``problems``: a line per damaged file;
-    ``command``: the command that makes them."""
+    """Return the records of the analyses as ``cells`` and ``sensitivities``; ``problems``: a line
+    per damaged file; ``command``: the command that makes them."""
     folder = store.directory.name if store.directory.is_absolute() else store.directory
     parts: Json = {"problems": [], "command": f"qbench analyze RECIPE --out {folder}"}
     kinds = {

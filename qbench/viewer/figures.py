@@ -44,8 +44,9 @@ STYLE = {
 
 
 def write_analyses(store: Store) -> list[Path]:
-    """Write ``tables.md``, ``analyses.csv`` and the figures into the folder of the analyses; return
-    the paths, Markdown first. Raises ResultsError if a file is damaged."""
+    """Write ``tables.md``, ``analyses.csv`` (removed if it would be empty) and the figures into the
+    folder of the analyses; return the paths written, Markdown first. Raises ResultsError if an
+    analysis is damaged."""
     results = load_analyses(store)
     folder = Analyses(store.directory).directory
     contents = {"tables.md": markdown(results), "analyses.csv": analyses_csv(results)}
@@ -70,7 +71,7 @@ def write_figures(results: AnalysisResults, folder: Path) -> list[Path]:
 
 
 def save_svg(figure: Figure, path: Path) -> None:
-    """Write ``figure`` to ``path``; the same figure gives the same bytes."""
+    """Write ``figure`` to ``path``; the same figure and file name give the same bytes."""
     target = io.StringIO()
     with rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
@@ -100,9 +101,9 @@ def _label_layers(axes: Axes, label: str) -> None:
 
 
 def boxes(cells: Sequence[Analysis]) -> NamedFigures:
-    """Yield a figure of hidden states after each decoder layer (the paper's figure 5): quartiles as
-    boxes, whiskers to the smallest and largest value, dashes at 0.1 % and 99.9 %. Nothing without
-    ``cells``."""
+    """Yield one figure, named ``boxes``, of hidden states after each decoder layer, a row per cell
+    (the paper's figure 5): quartiles as boxes, whiskers to the smallest and largest value, dashes
+    at 0.1 % and 99.9 %. Nothing without ``cells``."""
     if not cells:
         return
     figure, grid = _panels(len(cells), height=2.3)
@@ -134,8 +135,9 @@ def boxes(cells: Sequence[Analysis]) -> NamedFigures:
 
 
 def sinks(cells: Sequence[Analysis]) -> NamedFigures:
-    """Yield heat maps by layer and head: the share of texts on which a head's mean weight on the
-    first key exceeds 0.3, and that mean weight. Nothing without ``cells``."""
+    """Yield one figure, named ``sinks``, with two heat maps per cell by layer and head: the share
+    of texts on which a head's mean weight on the first key exceeds 0.3, and that mean weight.
+    Nothing without ``cells``."""
     if not cells:
         return
     figure, grid = _panels(len(cells), 2, height=2.2)

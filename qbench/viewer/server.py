@@ -35,12 +35,13 @@ HEADERS = {
 
 
 def asset(name: str) -> str:
-    """Return the content of a file of the page."""
+    """Return the text of a file of the page, such as ``index.html``."""
     return (files("qbench.viewer") / "static" / name).read_text()
 
 
 def encode(payload: object) -> str:
-    """Return ``payload`` as strict JSON with ``<`` escaped, so that it can be part of a page."""
+    """Return ``payload`` as strict JSON with ``<`` escaped, so that it can be part of a page.
+    Raises ValueError for NaN and infinity; ``data.plain`` replaces them."""
     return json.dumps(payload, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -65,8 +66,9 @@ class Server(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def payload(self, name: str) -> str:
-        """Return the JSON text of a payload; ``{"error": …}`` if its records cannot be read. Raises
-        KeyError for an unknown name."""
+        """Return the JSON text of the payload ``name``: index, state, or folder/payload such as
+        0/cell/3. It is ``{"error": …}`` if its records cannot be read. Raises KeyError for an
+        unknown name."""
         if name == "index":
             return encode(index(self.results))
         if name == "state":
@@ -135,8 +137,8 @@ def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
     """Write ``index.html``, its assets and all data into ``folder``; return the paths, the page
     first. Data are scripts: a page from a disk may load no other files.
 
-    Raises OutputError if the folder cannot be written to, ResultsError if results have no manifest
-    or are damaged; nothing is written then.
+    Raises ResultsError, before anything is written, if results have no manifest or are damaged;
+    OutputError if the folder cannot be written to.
     """
     for folder_results in results:
         require_intact(folder_results.store)
@@ -154,7 +156,8 @@ def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
 
 def require_intact(store: Store) -> None:
     """Raise ResultsError, with a line per damaged file, unless all records, tables and analyses are
-    as they were written."""
+    as they were written. Missing records are no damage, nor is what a ``WholeStore`` treats as
+    missing."""
     damaged = list(analysis(store)["problems"])
     for cell in store.manifest().cells:
         try:
