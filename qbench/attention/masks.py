@@ -62,7 +62,8 @@ class Mask:
 
     def settings(self, queries: int) -> dict[str, Any]:
         """Return the keyword arguments of attention functions that replace the mask: window, bounds
-        of sequences and their count. ``queries``: number of query rows."""
+        of sequences and their count; with a count also ``mask``, the padding, which is used if the
+        bounds cannot say it. ``queries``: number of query rows."""
         arguments: dict[str, Any] = {"window": self.window}
         if self.seq_bounds is not None:
             arguments["seq_bounds"] = self.seq_bounds

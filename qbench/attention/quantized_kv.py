@@ -107,7 +107,8 @@ def find_positions(
     cu_seqlens_k: Tensor | None,
 ) -> Tensor:
     """Return each key's index in its own sequence, int32 [B or 1, Tk]; negative for left padding.
-    Raises UnavailableError for masks that do not say where sequences begin."""
+    Arguments as of :func:`read`. Raises UnavailableError for masks that do not say where sequences
+    begin: a 4-D tensor, or padding inside a row."""
     index = torch.arange(key.shape[2], device=key.device, dtype=torch.int32)[None]
     if cu_seqlens_k is not None:
         edges = cu_seqlens_k.to(torch.int32)

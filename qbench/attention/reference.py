@@ -19,8 +19,8 @@ CHUNK_SCORES = 1 << 19  # scores held at once: 2 MiB in float32, what a core's c
 
 
 class Chunk(NamedTuple):
-    """Scores [B, Hq, R, N] of R queries over N keys, which of these each query may see, and which
-    keys these are."""
+    """Scores [B, Hq, R, N] of R queries over N keys, which of these each query may see (bool,
+    broadcast to the scores; None: all), and which keys these are."""
 
     scores: Tensor
     allowed: Tensor | None
@@ -41,16 +41,17 @@ def attention(
     window: int | None = None,
     seq_bounds: Tensor | None = None,
 ) -> Tensor:
-    """Attention of query [B, Hq, Tq, D] over key [B, Hkv, Tk, D] and value [B, Hkv, Tk, Dv].
+    """Compute attention of query [B, Hq, Tq, D] over key [B, Hkv, Tk, D] and value [B, Hkv, Tk,
+    Dv].
 
     ``parameters``: the normalizer's, by name. ``scale``: factor of the scores, 1/√D by default.
     ``softcap`` c: scores x become c · tanh(x / c) (Gemma 2), before ALiBi's slopes and the rest.
-    ``mask``: bool, [B or 1, Hq or 1, Tq, Tk], True = attend. ``causal`` aligns the last query
-    with the last key; ``window`` lets a query see that many keys up to and with its own.
-    ``seq_bounds`` (see :mod:`qbench.attention.kernels.varlen`): sequences inside the batch rows,
-    without a mask, the last query of each aligned with its last key; none sees another. A query
-    with nothing to attend to, or outside every sequence, gives 0. Returns [B, Hq, Tq, Dv], in the
-    dtype of torch.autocast if that is on.
+    ``mask``: bool, [B or 1, Hq or 1, Tq, Tk], True = attend. ``causal`` aligns the last query with
+    the last key; ``window`` lets a query see that many keys up to and with its own, and without
+    ``causal`` all later ones. ``seq_bounds`` (see :mod:`qbench.attention.kernels.varlen`):
+    sequences inside the batch rows, without a mask, the last query of each aligned with its last
+    key; none sees another. A query with nothing to attend to, or outside every sequence, gives 0.
+    Returns [B, Hq, Tq, Dv], in the dtype of torch.autocast if that is on.
 
     Raises RecipeError for an unknown normalizer, UnavailableError for a parameter that it does not
     have or that is missing, ValueError for shapes that do not fit.

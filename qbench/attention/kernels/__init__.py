@@ -23,8 +23,8 @@ def supported() -> list[str]:
 
 
 def require(normalizer: str) -> Kernels:
-    """Return the kernels of ``normalizer``. Raises UnavailableError (none) or RecipeError
-    (unknown)."""
+    """Return the kernels of ``normalizer``. Raises UnavailableError if it has none, RecipeError for
+    an unknown name."""
     kernels = NORMALIZERS.get(normalizer).kernels
     if kernels is None:
         raise UnavailableError(
@@ -43,7 +43,7 @@ def attention(
     seq_count: Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Attention by the kernels; arguments, result and errors as ``reference.attention``.
+    """Compute attention by the kernels; arguments, result and errors as of ``reference.attention``.
 
     ``seq_bounds`` (int32 [S, 6], see :mod:`qbench.attention.kernels.varlen`) limits it to sequences
     inside the batch rows; rows outside them give 0. ``seq_count``: how many of them count, as

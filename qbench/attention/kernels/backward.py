@@ -79,10 +79,12 @@ def attn_bwd_dq_inner(
     """Add what the keys from ``begin`` to ``end`` give to the gradients of a block of queries, dq
     [BLOCK_Q, HEAD_DIM]; to ``dparam`` [BLOCK_Q], if a gradient of sigmoid's bias or of s is needed:
     the gradients of the scores, for s times the scores without s · log n; to ``dslopes`` [BLOCK_Q],
-    if slopes need one: the gradients of the scores times how far the key is ahead. ``g``: dO;
+    if slopes need one: the gradients of the scores times how far the key is ahead. Return the
+    three. dq still lacks the factor from scores to products, which the caller applies. ``g``: dO;
     ``lse``, ``delta`` (D): of each row; ``index``: batch row, query head and key head; ``limits``:
-    of common.attn_mask; ``score_mod``: what formulas.scores_of takes; ``plain``: its qk_scale and
-    slope without s · log n; MASKED: the tiles need a mask."""
+    of common.attn_mask; ``scale``: factor of the scores to log2 units, 1 if ``score_mod``, what
+    formulas.scores_of takes, has it; ``plain``: its qk_scale and slope without s · log n; MASKED:
+    the tiles need a mask."""
     batch, head, kv_head = index
     stop_k = limits[1]
     plain_scale, plain_slope = plain
@@ -214,10 +216,13 @@ def attn_bwd_dkdv_inner(
     FAST: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries from ``begin`` to ``end`` give to the gradients of a block of keys: dk
-    [BLOCK_K, HEAD_DIM] and dv [BLOCK_K, V_HEAD_DIM]. ``score_mod``: where the sequence's keys
-    begin, and what formulas.scores_of takes after the positions. MASKED: the tiles need a mask;
-    PRECISE: weights of softpick by the series for e^x − 1."""
+    """Add what the queries from ``begin`` to ``end`` give to the gradients of a block of ``keys``:
+    dk [BLOCK_K, HEAD_DIM] and dv [BLOCK_K, V_HEAD_DIM]; return both. dk still lacks the scores'
+    scale, by which the caller multiplies it. ``scale``: that scale in log2 units. ``score_mod``:
+    where the sequence's keys begin, the factor before the tanh, the slope, formulas.load_s, and
+    where the head's values by row begin. ``limits``: of common.attn_mask; ``counts``: see
+    formulas.log2_length. MASKED: the tiles need a mask; PRECISE: weights of softpick by the series
+    for e^x − 1."""
     stop_q = limits[0]
     start_k, inv_softcap, slope, s, value_row = score_mod
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):

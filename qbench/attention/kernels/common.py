@@ -55,7 +55,7 @@ def to_int64(index):
 
 @triton.jit
 def head_of(source, batch, head, strides):
-    """Return the pointer to a head of a batch row."""
+    """Return the pointer to a head of a batch row. ``strides``: of batch row and head first."""
     return source + to_int64(batch) * strides[0] + to_int64(head) * strides[1]
 
 
@@ -123,8 +123,8 @@ def load_tile(
 
 @triton.jit
 def store_tile(tensor, tile, batch, head, row, stop, WIDTH: tl.constexpr):
-    """Store ``tile`` [ROWS, block(WIDTH)] to rows ``row`` … ``stop``; ``tensor``: pointer,
-    strides."""
+    """Store ``tile`` [ROWS, block(WIDTH)] from ``row`` on, without rows from ``stop`` on and
+    columns beyond WIDTH; ``tensor``: pointer, strides."""
     target, strides = tensor
     rows = tl.arange(0, tile.shape[0])  # [ROWS]
     columns = tl.arange(0, tile.shape[1])  # [block(WIDTH)]

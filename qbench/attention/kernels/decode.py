@@ -35,8 +35,9 @@ def attn_decode(
 ):  # fmt: skip
     """Compute a partial output per sequence, key head and split, one program each; its BLOCK_R rows
     are the group's heads × queries. The result goes to ``partial`` [sequences · kv_heads, splits,
-    BLOCK_R, BLOCK_DV + 2]. ``head_counts``: key heads, and how many query heads share one.
-    ``strides``: of batch row, head and row, of q, k and v each; others as in
+    BLOCK_R, BLOCK_DV + 2]: of each row the output before the division, its sum and its maximum.
+    SKIP: do not read value rows whose weights are all 0. ``head_counts``: key heads, and how many
+    query heads share one. ``strides``: of batch row, head and row, of q, k and v each; others as in
     :func:`qbench.attention.kernels.forward.attn_fwd`."""
     kv_heads, group = head_counts
     q_strides, k_strides, v_strides = strides

@@ -237,7 +237,8 @@ def score_gradient(e, s, dp, delta, NORM: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def sink_gradient(sink, lse, delta):
-    """Return what a row adds to the gradient of its head's sink: −p_sink · D."""
+    """Return what a row adds to the gradient of its head's learned sink: −p_sink · D. ``sink`` and
+    ``lse`` are in log2 units; ``delta`` is D."""
     return -tl.math.exp2(sink - lse) * delta
 
 
@@ -255,12 +256,8 @@ def exp2(y, FTZ: tl.constexpr):
 
 @triton.jit
 def expm1_near_zero(y):
-    """Return e^x − 1 for x = y · ln 2,
-
-    y
-
-    ≤ 1/4: seven terms of the series, right to 1e-9 of itself.
-    """
+    """Return e^x − 1 for x = y · ln 2, |y| ≤ 1/4: seven terms of the series, right to 1e-9 of
+    itself."""
     x = y * LN_2
     return x * (
         1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x / 5040)))))
@@ -326,7 +323,7 @@ def log2_length(rows, value_row, limits, start_k, counts, FLAGS: tl.constexpr):
 
 @triton.jit
 def load_s(head, s, FLAGS: tl.constexpr):
-    """Return the factor of log2 n in a head, 1 without SCALED."""
+    """Return s · ln 2 of a head, the factor of log2 n; 1 without SCALED."""
     if SCALED & FLAGS:
         return tl.load(s + head) * LN_2
     else:
@@ -335,7 +332,8 @@ def load_s(head, s, FLAGS: tl.constexpr):
 
 @triton.jit
 def times_s_log_n(number, s_log_n, FLAGS: tl.constexpr):
-    """Return ``number`` of a head, qk_scale or slope, times s · log n of each row."""
+    """Return ``number`` of a head, qk_scale or slope, times s · log n of each row; without SCALED
+    as it is."""
     if SCALED & FLAGS:
         return number * s_log_n
     else:
@@ -471,8 +469,8 @@ def scores_minus_lse(
 
 @triton.jit
 def sloped_lse(lse, q_pos, slope, NORM: tl.constexpr, FLAGS: tl.constexpr):
-    """Return the lse of rows with what ALiBi takes from all scores of a row; ``q_pos`` counts from
-    the first of a tile of queries."""
+    """Return ``lse`` plus what ALiBi takes from all scores of a row, if :func:`slope_in_lse`, else
+    as it is; ``q_pos`` counts from the first of a tile of queries."""
     if slope_in_lse(NORM, FLAGS):
         return q_pos.to(tl.float32) * slope + lse
     else:

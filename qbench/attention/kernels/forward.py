@@ -3,11 +3,8 @@
 NO_MAX leaves out the running maximum. In bf16, whose exponent is float32's, e^x neither overflows
 nor loses bits for scores of any trained model, so the sums need no rescaling and a softpick score
 costs half the instructions. Afterwards each block checks its sums; one that left the safe range is
-computed again with the running maximum. ε then stands beside Σ
-
-e^x − 1
-
-without e^−m, which changes the denominator by at most 1e-6 of itself.
+computed again with the running maximum. ε then stands beside Σ |e^x − 1| without e^−m, which
+changes the denominator by at most 1e-6 of itself.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ def backward_launches(
     query: Layout, key: Layout, kernels: Kernels, flags: int, scales: tuple[float, float, float],
     strides: tuple[tuple[int, ...], ...],
 ) -> Callable[..., None]:  # fmt: skip
-    """Return the function that launches the kernels, as ``ops.backward_launches``. ``strides``: of
-    batch row, head and row, of output, dq, dk and dv."""
+    """Return the function that launches the kernels, with the arguments of
+    ``ops.backward_launches``'. ``scales``: see ``hopper_bwd_dq``; ``strides``: of batch row, head
+    and row, of output, dq, dk and dv."""
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads

@@ -74,8 +74,8 @@ def store_rows(out, x, first, batch, head, strides):
 
 @gluon.jit
 def allocate(source, fixed_source, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Allocate shared memory: four ``fixed`` tiles, two tiles per stage of the ring, and barriers:
-    the fixed tiles are loaded, a stage is full, a stage is empty."""
+    """Allocate shared memory. Return four ``fixed`` tiles, two rings of STAGES tiles each, and
+    barriers: the fixed tiles are loaded, a stage is full, a stage is empty."""
     shape: gl.constexpr = [STAGES, 1, 1, ROWS, HEAD_DIM]
     fixed = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], fixed_source.layout)
     left = gl.allocate_shared_memory(gl.bfloat16, shape, source.layout)
@@ -105,7 +105,8 @@ def load_fixed(left, right, fixed, fixed_full, batch, head, first):
 
 @gluon.jit
 def any_small(lse_source, WARPS: gl.constexpr):
-    """Return whether a row of the block, whose lse begins here, needs another sweep for its D."""
+    """Return whether a row of the block, whose lse begins at ``lse_source``, needs another sweep
+    for its D. WARPS: those that ask together."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.min(gl.load(lse_source + gl.arange(0, BLOCK, layout=layout)), 0) < SMALL_LSE
 
@@ -127,7 +128,9 @@ def load_tiles(k_source, v_source, buffers, batch, kv_head, before, count):
 
 @gluon.jit
 def dq_loader(sources, fixed, buffers, fixed_full, lse_source, sizes, FLAGS: gl.constexpr):
-    """Load the queries' tiles once, then all tiles of keys and values that they see."""
+    """Load the tiles of queries and of the output's gradients once, then all tiles of keys and
+    values that these queries see; these a second time if a row's D needs a sweep of its own
+    (``any_small``)."""
     q_source, k_source, v_source, g_source = sources
     heads, group, length = sizes
     pair = gl.program_id(1)
@@ -398,7 +401,8 @@ def hopper_bwd_dq(
 
 @gluon.jit
 def dkdv_loader(sources, fixed, buffers, fixed_full, sizes):
-    """Load the keys' and values' tiles once, then the tiles of queries of every head."""
+    """Load the keys' and values' tiles once, then of every query head the tiles of queries, of the
+    output's gradients and of the rows' numbers (``stats``), the last queries first."""
     q_source, k_source, v_source, g_source, stat_source = sources
     q_tiles, g_tiles, stat_tiles, full, empty = buffers
     kv_heads, group, length = sizes

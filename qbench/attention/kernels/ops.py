@@ -90,8 +90,9 @@ def prepare(
     """Check the arguments and return what the kernels take beside the tensors.
 
     ``max_seqlen_q``, ``max_seqlen_k``: the most query and key rows of one sequence, if known.
-    Raises what ``reference.attention`` does, ValueError for float64, UnavailableError for a
-    normalizer without kernels and for heads that are too wide.
+    Raises what ``reference.attention`` does, ValueError for float64, for dtypes that differ and for
+    a scale or softcap that is not positive, UnavailableError for a normalizer without kernels and
+    for heads that are too wide.
     """
     check(query, key, value, mask, seq_bounds)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
@@ -163,7 +164,8 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
     parameters: Parameters, settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run the forward pass. Return output, log-sum-exp of rows, and flags (:func:`empty_flags`)."""
+    """Run the forward pass. Return output, log-sum-exp of rows in log2 units
+    (:func:`empty_output`), and flags (:func:`empty_flags`)."""
     output, lse = empty_output(query, value, covered=seq_bounds is None)
     needs_expm1 = empty_flags(query, key, require(settings.normalizer))
     if output.numel() == 0:
@@ -183,7 +185,8 @@ def forward_launches(
     mask: Layout | None, seq_bounds: Layout | None, *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
     """Return the function that launches the forward kernels for tensors of these layouts. It takes
-    the tensors in the order of :func:`forward`."""
+    query, key, value, output, lse, flags, mask, seq_bounds, the parameters, and
+    :func:`allowed_counts`; it writes output, lse and flags."""
     normalizer, *_, window, max_seqlen_q, max_seqlen_k = settings
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
@@ -303,7 +306,9 @@ def backward_launches(
     seq_bounds: Layout | None, *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
     """Return the function that launches the backward kernels for tensors of these layouts. It takes
-    the tensors in the order of :func:`backward`."""
+    the output's gradient, query, key, value, output, lse, flags, then to write: dq, dk, dv, and by
+    row the gradients of bias or s, sinks, slopes; then mask, seq_bounds, the parameters, and
+    :func:`allowed_counts`."""
     normalizer, *_, window, max_seqlen_q, max_seqlen_k = settings
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
@@ -433,7 +438,8 @@ def described(tiles: tuple[Describe, ...] | None, *tensors: Tensor) -> tuple[Any
 
 def has_tma_layout(layout: Layout) -> bool:
     """Return whether the tensor memory accelerator can load a tensor of this layout: its start is
-    aligned to 16 bytes, and the first three strides are positive (not expanded) multiples of 16."""
+    aligned to 16 bytes, and its first three strides are positive (not expanded) multiples of 16
+    bytes."""
     size = layout.dtype.itemsize
     return layout.aligned and all(
         stride > 0 and stride * size % 16 == 0 for stride in layout.strides[:3]

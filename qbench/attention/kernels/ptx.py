@@ -32,7 +32,7 @@ def mul_rn(a, b):
 
 @triton.jit
 def relu_to_bf16(x):
-    """Return max(x, 0) of two numbers in one instruction."""
+    """Return max(x, 0) in bfloat16; two numbers take one instruction."""
     return tl.inline_asm_elementwise(
         "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
     )
@@ -89,7 +89,7 @@ OF_SIGMOIDS = tl.constexpr(",".join(["=f"] * LANES + ["f"] * LANES))
 
 @triton.jit
 def sigmoid(z):
-    """Return 1 / (1 + 2^−z), right to float32's precision."""
+    """Return 1 / (1 + 2^−z), right to the last bits of float32."""
     return tl.inline_asm_elementwise(SIGMOID, "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
 
 

@@ -38,8 +38,8 @@ def token_bounds(padding: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def padded_bounds(padding: Tensor, queries: int, shift: int) -> Tensor | None:
     """Return the bounds of one sequence per batch row, [B, 6]; None if the tokens of a row do not
-    lie side by side. ``padding``: bool [B, Tk], True = a token; ``shift``: query row i stands at
-    key row i + shift."""
+    lie side by side. ``padding``: bool [B, Tk], True = a token; ``queries``: number of query rows;
+    ``shift``: query row i stands at key row i + shift."""
     bounds = token_bounds(padding)
     if bounds is None:
         return None

@@ -20,8 +20,9 @@ NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
 
 
 def register(normalizer: Normalizer) -> Normalizer:
-    """Register ``normalizer`` under its name for recipes, checkpoints and attention. Raises
-    ValueError if the name is taken, or if its kernels do not take each of its parameters."""
+    """Register ``normalizer`` under its name for recipes, checkpoints and attention, and return it.
+    Raises ValueError if the name is taken, or if its kernels do not take each of its parameters;
+    RecipeError for a text that is no name."""
     for parameter in normalizer.parameters if normalizer.kernels else ():
         if parameter.name not in normalizer.kernels.parameters:
             raise ValueError(

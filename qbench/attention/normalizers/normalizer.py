@@ -145,8 +145,8 @@ class Normalizer(ABC):
         mask: Tensor | None,
         causal: bool,
     ) -> Tensor | None:
-        """Return the result of ``reference.attention`` (same arguments, no window) by a function of
-        torch, None if torch has none for such inputs."""
+        """Return the result of ``reference.attention`` (same arguments; no window, softcap or
+        parameters) by a function of torch, None if torch has none for such inputs."""
         return None
 
     @property
@@ -172,8 +172,8 @@ class Normalizer(ABC):
         return source_digest(type(self))
 
     def checked(self, parameters: Mapping[str, Tensor] | None, heads: int) -> dict[str, Tensor]:
-        """Return ``parameters``, each [heads], by name; {} for None. Raises UnavailableError for an
-        unknown or missing one, ValueError for a wrong shape."""
+        """Return ``parameters`` by name, each [heads]; None counts as {}. Raises UnavailableError
+        for an unknown one, or if a required one is missing; ValueError for a wrong shape."""
         given = dict(parameters or {})
         for parameter in self.parameters:
             tensor = given.get(parameter.name)

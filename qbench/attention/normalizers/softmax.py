@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def softmax(scores: Tensor, allowed: Tensor | None, sink: Tensor | None = None) -> Tensor:
-    """Return the weights of ``scores`` [..., N] over the ``allowed`` keys; zeros in a row without
-    any. ``sink``: one more score in the sum, which has no key."""
+    """Return the weights of ``scores`` [..., N] over the ``allowed`` keys (None: all); zeros in a
+    row without any. ``sink``, broadcast to [..., 1]: one more score in the sum, which has no
+    key."""
     import torch
 
     visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
@@ -55,9 +56,9 @@ class Softmax(Normalizer):
         mask: Tensor | None,
         causal: bool,
     ) -> Tensor | None:
-        """Return torch's own softmax attention, computed in float32, which stores no scores. Torch
-        aligns the first query with the first key if it is causal, and is either causal or takes a
-        mask; None for other inputs, and for float64."""
+        """Return torch's own softmax attention, computed in float32, which stores no scores. None
+        for float64, and for causal queries of another number than keys without a mask: torch aligns
+        the first query with the first key, not the last with the last."""
         import torch
 
         queries, keys = query.shape[2], key.shape[2]
