@@ -32,6 +32,7 @@ class TokenTimes:
         self.times: list[float] = []
 
     def put(self, tokens: Tensor) -> None:  # on the CPU: the GPU is done with them
+        """Keep the time at which ``generate`` hands over the prompt, and then each token."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:

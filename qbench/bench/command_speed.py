@@ -30,13 +30,13 @@ LM_EVAL = "lm_eval, one model"
 def bench_command(
     planned: Plan, recipe: Path, cells: Sequence[str], *, log: Callable[[str], None]
 ) -> list[Row]:
-    """Return a row per command: lm-eval's for the plan's first checkpoint, ``qbench run RECIPE
-    --only PATTERN`` of each pattern in ``cells``, one after the other with a common cache that is
-    empty at first, the whole ``recipe`` with another empty one if ``cells`` is empty, and lm-eval's
-    again, since hosts drift. ``log`` gets a line per command.
+    """Return a row per command, in the order in which they ran: lm-eval's for the plan's first
+    checkpoint; ``qbench run RECIPE --only PATTERN`` of each pattern in ``cells``, with a common
+    cache that is empty at first, or of the whole ``recipe`` if ``cells`` is empty; lm-eval's again,
+    since hosts drift. ``log`` gets a line per command.
 
-    A row's ``seconds`` end when the process does; ``speed`` is its share of lm-eval's mean. Raises
-    EvaluationError if a command fails.
+    A row's ``seconds`` end when the process does; ``speed`` is these over the mean of lm-eval's.
+    Raises EvaluationError if a command fails.
     """
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
@@ -73,8 +73,9 @@ def bench_command(
 
 
 def lm_eval_command(planned: Plan, folder: Path) -> list[str]:
-    """Return lm-eval's command for the plan's first checkpoint, tasks and limit, after writing
-    definitions of the tasks with the plan's data files into ``folder``."""
+    """Return lm-eval's command, as a list of words, for the plan's first checkpoint, tasks and
+    limit. Definitions of the tasks, with the plan's data files, are written to the new
+    ``folder``."""
     cell, evaluation = planned.cells[0], planned.recipe.evaluation
     folder.mkdir()
     for task in planned.tasks:

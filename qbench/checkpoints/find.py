@@ -93,7 +93,8 @@ def choose_attention(
     name: str, class_name: str, normalizer: str, requested: str, device: str
 ) -> ChosenAttention:
     """Return the attention that checkpoint ``name`` of a recipe, trained with ``normalizer``, is
-    loaded with if ``evaluation.attention`` is ``requested``.
+    loaded with if ``evaluation.attention`` is ``requested``. With the normalizer ``native`` it is
+    the class's own, whatever is requested.
 
     Raises RecipeError for an unknown name, and if ``requested`` is native and the class cannot
     compute the normalizer; UnavailableError if ``requested`` is triton and it cannot run here or
@@ -229,7 +230,8 @@ class Header:
 
 def weight_files(folder: Path) -> list[str]:
     """Return the names of the files that transformers reads the weights from: those that the index
-    lists, else ``model.safetensors``. Raises CheckpointError for pickles and missing files."""
+    lists, else ``model.safetensors``. Raises CheckpointError for adapters, pickles and missing
+    files."""
     if (folder / ADAPTER).exists():
         raise CheckpointError(f"{ADAPTER}: it is an adapter; merge it into its model first")
     if not (folder / INDEX).exists():
@@ -349,9 +351,9 @@ def require_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def digests(folder: Path, names: list[str], weights: list[str]) -> tuple[str, dict[str, str]]:
-    """Return the SHA-256 over the ``names`` and contents of files, ``LARGE`` ones in parts; and a
-    digest each of the ``weights``, the configuration and the tokenizer, by those words. Raises
-    CheckpointError if a file cannot be read."""
+    """Return the SHA-256 over the ``names`` and contents of files, ``LARGE`` ones in parts; and of
+    their parts by ``weights`` (these files), ``config`` and ``tokenizer``. Raises CheckpointError
+    if a file cannot be read."""
     total = hashlib.sha256()
     parts = {name: hashlib.sha256() for name in ("weights", "config", "tokenizer")}
     for name in names:

@@ -120,7 +120,8 @@ def recognizes(config: dict[str, Any]) -> bool:
 
 
 def normalizer(config: dict[str, Any]) -> str:
-    """Return the normalizer that ``attn_impl`` names. Raises CheckpointError for unknown ones."""
+    """Return the normalizer that ``attn_impl``, which ``config`` must have, names. Raises
+    CheckpointError for unknown ones."""
     implementation = config["attn_impl"]
     if not isinstance(implementation, str) or implementation not in NORMALIZER_OF:
         raise CheckpointError(
@@ -180,7 +181,8 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_transformers_words(config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` in transformers' fields, translated if it is flash-linear-attention's."""
+    """Return ``config`` in transformers' fields, translated by ``llama_settings``, with its errors,
+    if it is flash-linear-attention's."""
     return llama_settings(config) if recognizes(config) else config
 
 

@@ -69,8 +69,9 @@ def load_model(
     """Return the model in ``dtype`` on ``device``, in evaluation mode.
 
     It attends with the checkpoint's normalizer through ``attention``: reference or triton, or for
-    the normalizer ``native``, which is the class's own attention, sdpa or eager. If the class's own
-    logits differ from those through qbench's attention, it runs on its own with ``fallback``, and
+    the normalizer ``native``, which is the class's own attention, sdpa or eager. Logits through
+    qbench's attention are compared with the class's own, unless qbench or flash-linear-attention
+    wrote the checkpoint. If they differ, the model runs on its class's own with ``fallback``, and
     is refused without; ``chosen_attention`` of the model says which. ``place`` moves the model from
     the host to its devices (see :mod:`qbench.streaming`). ``verify=False`` skips what an earlier
     load has measured.
@@ -203,8 +204,8 @@ FIT = "; correct config.json, or fetch the weights again"
 
 
 def require_fit(report: dict[str, Any], left_over: Iterable[str] = ()) -> None:
-    """Raise CheckpointError naming every tensor that transformers' ``report`` calls missing or of
-    another shape, or that is ``left_over``."""
+    """Raise CheckpointError naming tensors, the first eight of a kind, that transformers'
+    ``report`` calls missing or of another shape, or that are ``left_over``."""
     misshapen = (
         f"{name} {list(shape)} instead of {list(expected)}"
         for name, shape, expected in report["mismatched_keys"]
@@ -370,9 +371,10 @@ def _read_quantized(
 def rotate_pairs(
     x: Tensor, pairs: Tensor, theta: Tensor, scales: Tensor | None = None, group_size: int = 128
 ) -> Tensor:
-    """Rotate pairs of the channels of ``x`` [..., channels], times ``scales``, as ParoQuant does,
-    to the bit, in all groups at once. ``pairs`` [K, channels]: of each of K rotations the channels
-    within their group, two and two; ``theta`` [K, channels / 2]: the angles."""
+    """Return ``x`` [..., channels] times ``scales`` [channels] (None: 1) with pairs of its channels
+    rotated, as by ParoQuant, to the bit, in all groups of ``group_size`` channels at once (0 or
+    less: one group). ``pairs`` [K, channels]: of each of K rotations, one after the other, the
+    channels within their group, two and two; ``theta`` [K, channels / 2]: the angles."""
     out = x.clone() if scales is None else x * scales.reshape(-1).to(x)
     size = group_size if group_size > 0 else x.shape[-1]
     inside = pairs.long().unflatten(1, (-1, size))  # [K, groups, size]
@@ -434,8 +436,9 @@ def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
 
 @torch.inference_mode()
 def require_finite(model: PreTrainedModel) -> None:
-    """Raise CheckpointError naming every weight with a NaN or infinite value. The sum of a tensor,
-    which is fast, is not finite where a value is not: only then they are counted."""
+    """Raise CheckpointError naming the first three weights with a NaN or infinite value; of buffers
+    NaN alone counts, since masks may hold −∞. The sum of a tensor, which is fast, is not finite
+    where a value is not: only then they are counted."""
     buffers = dict(model.named_buffers())  # of which masks may hold -inf
     lines = []
     for name, tensor in (*model.named_parameters(), *buffers.items()):

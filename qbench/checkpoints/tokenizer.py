@@ -28,7 +28,8 @@ TEXTS = (
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint's folder. No remote code runs. Raises CheckpointError."""
+    """Return the tokenizer of a checkpoint's folder. No remote code runs. Raises CheckpointError if
+    transformers cannot load it."""
     try:
         ours = fla.recognizes(checkpoint.config)
         if ours and (checkpoint.folder / "tokenizer.json").is_file():
@@ -47,9 +48,9 @@ def puts_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def tokenizer_difference(checkpoint: Checkpoint, other: Checkpoint) -> str | None:
-    """Return how the tokenizers of ``checkpoint`` and ``other`` differ: in vocabulary and merges,
-    however they are written, or else in the tokens of TEXTS without special ones; None if they do
-    not."""
+    """Return in words how the tokenizers of ``checkpoint`` and ``other`` differ: in vocabulary and
+    merges (of fast tokenizers, however they are written), or else in the tokens of TEXTS without
+    special ones; None if they do not."""
     first, second = load_tokenizer(checkpoint), load_tokenizer(other)
     if first.is_fast and second.is_fast:
         models = (json.loads(each.backend_tokenizer.to_str())["model"] for each in (first, second))
