@@ -163,7 +163,7 @@ class LoadedTask:
     answers: AnswerSettings | None = None  # of the task ``ANSWERS``
 
     def location(self, document: int) -> str:
-        """Return a document's place for messages: ``FILE:LINE``, or its number without ``lines``."""
+        """Return a document's place for messages: ``file:line``, or ``document N``."""
         if self.lines:
             path, line = self.lines[document]
             return f"{path}:{line}"
