@@ -167,16 +167,16 @@ def test_a_layer_alone_costs_what_the_whole_forward_says(model, monkeypatch):
         assert expected[:, 0].min() > 0
 
 
-@pytest.mark.parametrize("kind", ["falcon", "bloom"])
-def test_blocks_may_return_attention_weights_and_take_a_mask_per_head(kind):
+@pytest.mark.parametrize("kind", ["falcon", "bloom", "rwkv"])
+def test_blocks_may_return_attention_weights_or_a_state_and_take_a_mask_per_head(kind):
     config = AutoConfig.for_model(
         kind, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    baseline = Baseline(model, torch.randint(3, 100, (3, 12)), batch=3)
+    baseline = Baseline(model, torch.randint(3, 100, (4, 12)), batch=4)
     assert baseline.skips
-    names = [name for name in linears(model) if baseline.block_of(name) == 0][:3]
+    names = [name for name in linears(model) if baseline.block_of(name) == 1][:3]
     variants = [{name: copy.deepcopy(linears(model)[name])} for name in names]
     for (layer,) in map(dict.values, variants):
         torch.nn.init.normal_(layer.weight)

@@ -74,6 +74,7 @@ class Baseline:
         self.decoder, self.head = decoder_and_head(model)
         self.root, self.blocks = decoder_blocks(model)
         self._inputs: list[list[Tensor]] = []  # by batch and block, [B, T, H]
+        self._beside: dict[nn.Module, tuple] = {}  # what a block returns beside these, not read
         # False: blocks do not lie on one device, or read more than the output of the block before,
         # or their inputs would take half of the free memory
         self.skips = stream_of(model) is None and not is_sharded(model) and self._have_room()
@@ -154,11 +155,13 @@ class Baseline:
         """Return the LM head's input as ``_hidden`` does, and keep those of the blocks."""
         inputs: list[Tensor] = []
 
-        def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        def keep(block: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             inputs.append(args[0] if args else kwargs["hidden_states"])
+            if isinstance(output, tuple):
+                self._beside[block] = (None,) * (len(output) - 1)
 
         blocks = self.blocks if self.skips else ()
-        handles = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in blocks]
+        handles = [block.register_forward_hook(keep, with_kwargs=True) for block in blocks]
         try:
             return self._hidden(tokens)
         finally:
@@ -186,13 +189,15 @@ class Baseline:
             for modules in variants:
                 with exchanged(self.model, modules):
                     outputs.append(forward(*first, **named))
-            if isinstance(outputs[0], tuple):  # with attention weights, which are not read
+            if isinstance(outputs[0], tuple):  # with attention weights or a state, not read
                 return torch.cat([output[0] for output in outputs]), *outputs[0][1:]
             return torch.cat(outputs)
 
         try:
             for skipped in self.blocks[:index]:
-                skipped.forward = lambda *_, **__: hidden
+                beside = self._beside.get(skipped)
+                output = hidden if beside is None else (hidden, *beside)
+                skipped.forward = lambda *_, output=output, **__: output
             block.forward = each
             return self._hidden(tokens.repeat(len(variants), 1))
         finally:

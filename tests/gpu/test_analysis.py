@@ -1,12 +1,15 @@
 """Analyses on a GPU: figures as on the CPU."""
 
+import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from loading import load_model
 
 from qbench.analysis.measure import measure
+from qbench.analysis.sensitivity import Baseline
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.quantizers.linear import linears
@@ -38,3 +41,29 @@ def test_a_gpu_measures_what_a_cpu_measures(normalizer):
         assert other.rms == pytest.approx(one.rms, rel=2e-2)
     stretches = [[part.loss for part in each.stretches] for each in found]
     assert stretches[1] == pytest.approx(stretches[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_a_layer_alone_costs_on_a_gpu_what_it_costs_on_a_cpu(normalizer):
+    checkpoint = find(str(DEMO / normalizer))
+    ids = torch.randint(3, 400, (5, 100), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+        attention = "reference" if dtype == torch.float32 else "triton"
+        model = load_model(checkpoint, dtype=dtype, device=device, attention=attention)
+        baseline = Baseline(model, ids, batch=2)
+        assert baseline.skips, (device, dtype)
+        variants = []
+        for name, layer in linears(model).items():
+            if baseline.block_of(name) == 1:
+                changed = copy.deepcopy(layer)
+                changed.weight.data.mul_(1.1)
+                variants.append({name: changed})
+        together = baseline.losses(*variants)[:, 0]
+        baseline.skips = False
+        found[device, dtype] = together, baseline.losses(*variants)[:, 0]
+    (expected, _), *on_gpu = found.values()
+    for together, alone in on_gpu:
+        assert together == pytest.approx(alone, rel=1e-2, abs=2e-3)
+        assert together.mean() == pytest.approx(alone.mean(), rel=5e-2)
+    np.testing.assert_allclose(on_gpu[0][0], expected, rtol=1e-3, atol=1e-6)
