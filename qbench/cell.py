@@ -446,7 +446,8 @@ class _Evaluation:
             ask(scorer, task, cell.scoring)
         elif not hasattr(scorer, "answer"):
             raise EvaluationError(
-                f"{task.name}: set evaluation.scoring to exact or fast: only these give tokens"
+                f"{task.name}: only exact and fast scoring give the tokens of answers; set "
+                "evaluation.scoring to one of these"
             )
         else:
             kept, read = None, self.observer is not None

@@ -67,12 +67,13 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     name, parts = record.cell, record.key_parts
     sources = find_sources(cache, store.manifest())
     if record.checkpoint not in sources.checkpoints:
-        raise ResultsError(f"{name}: this machine did not run it, so where its checkpoint lies is "
-                           "not known; run it here")  # fmt: skip
+        raise ResultsError(f"{name}: this machine did not run the cell, so it does not know where "
+                           "the checkpoint is; run the cell here")  # fmt: skip
     checkpoint = find(str(sources.checkpoints[record.checkpoint]))
     if checkpoint.digest != parts["weights"]:
         raise ResultsError(
-            f"{name}: {checkpoint.folder} holds other weights now; restore them or run it again"
+            f"{name}: {checkpoint.folder} holds other weights now; restore them, or run the cell "
+            "again"
         )
     text = parts.get("calibration")
     cell = Cell(
@@ -89,15 +90,14 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     )
     if (runtime := cell.quantization.runtime) != "transformers":
         raise ResultsError(
-            f"{name}: {runtime} runs it, not transformers: its files are the model already; "
-            "copy those"
+            f"{name}: this cell runs in {runtime}, not in transformers; copy the model's own files"
         )
     tokenizer = load_tokenizer(checkpoint)
     if isinstance(cell.quantization.weights, LibraryMade):
         cell, how = with_made_copy(cell, calibration_of(cell, tokenizer), cache, device)
         model = load_copy(cell, device, fallback=True)
     elif cell.quantization.weights is not None and cell.quantization.weights.prequantized:
-        raise ResultsError(f"{name}: it is a published copy already; use that copy's files")
+        raise ResultsError(f"{name}: this cell is a published copy; copy that copy's files")
     else:
         model = load_model(
             cell.checkpoint,
@@ -191,7 +191,7 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
     if chosen not in formats:
         remedy = f"; choose {', '.join(formats)}" if formats else ""
         if config.weights.method == "mixed" and not formats:
-            remedy = "; one exists for mixes of rtn, gptq, nvfp4, mx, fp8 and int8"
+            remedy = "; of mixes only those of rtn, gptq, nvfp4, mx, fp8 and int8 have one"
         what = f"the format {chosen}" if chosen else "no format"
         raise UnavailableError(f"{config.name}: {what} can{'not' * bool(chosen)} hold it{remedy}")
     if any(isinstance(module, Experts) for module in model.modules()):
@@ -262,7 +262,8 @@ def compared(measured: MeasuredCell, reloaded: nn.Module) -> str:
     if not off <= rounding_tolerance(reloaded):
         raise UnavailableError(
             f"{measured.record.cell}: the written folder, loaded again, gives logits that differ "
-            f"from the cell's by {off:.2g}: this format cannot hold the cell; choose another"
+            f"from the cell's by {off:.2g} of their size: this format cannot hold the cell; choose "
+            "another"
         )
     return f"differ by {off:.2g} of their size from the cell's: its library rounds otherwise"
 
@@ -433,8 +434,8 @@ def _bnb_config(
     weights = config.weights
     if config.activations is not None:
         raise UnavailableError(
-            f"{config.name}: the format of bitsandbytes holds no quantized inputs; name a cell "
-            "without"
+            f"{config.name}: the format of bitsandbytes holds no quantized inputs; name a cell of "
+            "quantized weights only"
         )
     if weights.num_bits == 8:
         settings = {"load_in_8bit": True, "llm_int8_threshold": weights.threshold}

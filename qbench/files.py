@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GIB = 2**30  # bytes
+NO_ROOM = "make room there, or correct its permissions"
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # a name that may become a folder
+NAME_RULE = "up to 64 letters, digits and . _ + -, the first a letter or digit"
 PART = 1 << 20  # bytes per hash of ``digest_of_parts``
 LARGE = 16 * 2**20  # bytes; the digest of a smaller file is not kept
 SETTLED_SECONDS = 2.0  # a file may change again within the resolution of its time
@@ -122,7 +124,7 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
         finally:
             making.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
+        raise OutputError(f"{path}: cannot be written ({reason(error)}); {NO_ROOM}") from None
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
@@ -180,7 +182,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield making
         making.replace(path)
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
+        raise OutputError(f"{path}: cannot be written ({reason(error)}); {NO_ROOM}") from None
     finally:
         shutil.rmtree(making, ignore_errors=True)
 

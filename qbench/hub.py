@@ -35,7 +35,7 @@ def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
             f"checkpoint {hub_id}: no such folder, and not fetched from the hub{at}: "
-            f"{reason(error)}; or name a local folder with --checkpoint NAME=FOLDER"
+            f"{reason(error)}; correct the id, or name a local folder with --checkpoint NAME=FOLDER"
         ) from error
 
 
@@ -48,7 +48,7 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
         )
     except Exception as error:
         raise DataError(
-            f"{name} of {dataset} cannot be fetched from the hub: {reason(error)}; try again"
+            f"{name} of {dataset} cannot be fetched from the hub: {reason(error)}"
         ) from error
 
 

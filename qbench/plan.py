@@ -218,15 +218,15 @@ def _difference(copy: Checkpoint, original: Checkpoint) -> str | None:
     trained_with = copy.config.get("qbench_normalizer")
     if trained_with not in (None, original.normalizer):
         return (
-            f"it was trained with {trained_with}, and {original.source} with "
-            f"{original.normalizer}: name the model that it was made from under checkpoints"
+            f"this copy was trained with {trained_with}, and {original.source} with "
+            f"{original.normalizer}; name the model that it was made from under checkpoints"
         )
     sizes, copied = (in_transformers_words(checkpoint.config) for checkpoint in (original, copy))
     for size in SIZES:
         if None not in (sizes.get(size), copied.get(size)) and sizes[size] != copied[size]:
             return (
-                f"{size} {copied[size]}, and {original.source} has {sizes[size]}: it is no "
-                "quantized copy of it; name the model that it was made from under checkpoints"
+                f"{size} is {copied[size]}, and {original.source} has {sizes[size]}: this is no "
+                "copy of that model; name the model that it was made from under checkpoints"
             )
     theirs, ours = (checkpoint.folder / "tokenizer.json" for checkpoint in (copy, original))
     if not theirs.is_file() or (ours.is_file() and theirs.read_bytes() == ours.read_bytes()):
@@ -236,8 +236,8 @@ def _difference(copy: Checkpoint, original: Checkpoint) -> str | None:
     if (difference := tokenizer_difference(copy, original)) is None:
         return None
     return (
-        f"its tokenizer {difference}, so its users get other tokens than would be scored; remove "
-        "its tokenizer files to score only its weights"
+        f"its tokenizer {difference}, so users of this copy get other tokens than qbench would "
+        "score; to score only its weights, remove its tokenizer files"
     )
 
 
@@ -462,8 +462,9 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
 
         if not puts_bos(load_tokenizer(checkpoint)):
             raise RecipeError(
-                f"checkpoints.{name}: evaluation.add_bos: true, but this tokenizer puts no BOS "
-                "before a text; set add_bos: false or give it a post-processor that does"
+                f"checkpoints.{name}: evaluation.add_bos: true, but the tokenizer puts no BOS "
+                "before a text; set add_bos: false, or give the tokenizer a post-processor that "
+                "puts one"
             )
     if evaluation.apply_chat_template and not has_chat_template(checkpoint.folder):
         raise RecipeError(
@@ -489,13 +490,14 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
             raise RecipeError(
                 f"tasks: {task.name}: its prompts and answers take {task.max_length} tokens, and "
                 f"{checkpoint.class_name} of checkpoints.{name} has {checkpoint.max_length} "
-                "positions; take a shorter one"
+                "positions; take a shorter task"
             )
         generates = task.answers or task.output_type == "generate_until"
         if generates and task.max_gen_toks >= cell.scoring.max_length:
             raise RecipeError(
                 f"tasks: {task.name} generates up to {task.max_gen_toks} tokens, which leaves no "
-                f"room for its prompt in the {cell.scoring.max_length} of checkpoints.{name}; "
+                f"room for a prompt in evaluation.max_length {cell.scoring.max_length} of "
+                f"checkpoints.{name}; "
                 + (
                     "lower answers.max_new_tokens (--save-recipe writes the recipe that has it)"
                     if task.answers
@@ -643,7 +645,7 @@ def find_tasks(
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise RecipeError(
-            f"tasks: {', '.join(twice)} is listed twice, once by a group or tag; leave one out"
+            f"tasks: listed twice, once by a group or tag: {', '.join(twice)}; list each only once"
         )
     for task in leaves:
         try:
@@ -806,7 +808,7 @@ def unsupported_reasons(
     if isinstance(weights, LibraryMade) and weights.softmax_only and other:
         yield (
             f"{weights.name}: {weights.package} computes softmax, but {checkpoint.source} was "
-            f"trained with {checkpoint.normalizer}"
+            f"trained with {checkpoint.normalizer}; leave this quantizer out"
         )
     if checkpoint.normalizer == NATIVE and quantization.kv_cache is not None:
         yield (
@@ -817,8 +819,8 @@ def unsupported_reasons(
     if moved and not streamable(quantization, copy, checkpoint.config):
         yield (
             f"evaluation.{moved}: block by block, only weights can be quantized (rtn, bnb, hqq, "
-            "gptq and the like), and rotary angles must not depend on the length; leave it out, or "
-            "the quantizer"
+            "gptq and the like), and rotary angles must not depend on the length; leave "
+            f"{moved} or the quantizer out"
         )
     most = checkpoint.positions or math.inf
     if quantization.needs_calibration and text is not None and text.length > most:

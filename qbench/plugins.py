@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qbench.errors import RecipeError, first_line, shown
-from qbench.files import NAME, digest, reason
+from qbench.files import NAME, NAME_RULE, digest, reason
 
 PREFIX = "qbench_plugin_"  # of the modules that files become
 PATH = 500  # characters of a path in a message
@@ -37,9 +37,7 @@ class Registry(dict[str, T]):
         """Register ``thing`` under ``name``, and return it. Raises RecipeError for a text that is
         no name, ValueError for a name that is taken."""
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
-            raise RecipeError(
-                f"{self.kind} {shown(name)}: a name is letters, digits and . _ + - only, at most 64"
-            )
+            raise RecipeError(f"{self.kind} {shown(name)}: a name has {NAME_RULE}; rename it")
         if name in self:
             raise ValueError(f"{self.kind} {name!r} is registered twice")
         self[name] = thing

@@ -43,7 +43,7 @@ from qbench.checkpoints.find import HUB_ID
 from qbench.errors import DataError, QbenchError, RecipeError, shown, validation_line
 from qbench.evaluation.settings import FEWSHOT_SEED, AnswerSettings, Tolerance
 from qbench.evaluation.tasks import PROMPTS
-from qbench.files import reason, write_atomically
+from qbench.files import NAME_RULE, reason, write_atomically
 from qbench.plugins import load_file, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
 from qbench.quantizers.config import UNQUANTIZED
@@ -54,7 +54,7 @@ from qbench.records import DIGEST, LINE, NAME, TASK, Line, Name, TaskName
 
 TAG = "tag:yaml.org,2002:"
 PATTERNS = {
-    f"^{NAME}$": "letters, digits and . _ + - only, at most 64",
+    f"^{NAME}$": NAME_RULE,
     LINE: "one line of text",
     TASK: "the name of a task, without / and line breaks",
     DIGEST: "a SHA-256, 64 hexadecimal digits",
@@ -126,7 +126,7 @@ def read_yaml(path: Path) -> Source:
         root = yaml.compose(text)
         if not isinstance(root, MappingNode):
             raise RecipeError(
-                f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks"
+                f"{path}: not a mapping; write the keys name, checkpoints, quantizers and tasks"
             )
         lines = dict(_lines(path, root, ()))
         return Source(path, yaml.constructor.construct_document(root), lines)
@@ -209,7 +209,7 @@ def _lines(path: Path, node: Node, location: Location) -> Iterator[tuple[Locatio
     for key, value in node.value if isinstance(node, MappingNode) else ():
         line = key.start_mark.line + 1
         if key.tag not in (f"{TAG}str", f"{TAG}merge"):
-            raise RecipeError(f"{path}:{line}: a key must be a word; put others into quotes")
+            raise RecipeError(f"{path}:{line}: a key is not text; put quotes around it")
         yield (*location, key.value), line
         yield from _lines(path, value, (*location, key.value))
 
@@ -585,7 +585,7 @@ def _column(index: int, entry: Any, compute_dtype: str) -> QuantizerEntry:
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     label = options.pop("label", None)
     if label is not None and not (isinstance(label, str) and LABEL.fullmatch(label)):
-        raise problem((index,), f"label {shown(label)}: letters, digits and . _ + - only")
+        raise problem((index,), f"label {shown(label)}: must be {NAME_RULE}; quote a number")
     seed = options.pop("calibration_seed", None)
     try:
         quantization = config_of(options, compute_dtype=compute_dtype)

@@ -914,9 +914,7 @@ def read_training(path: Path) -> Training:
         try:
             require_checksum(values)
         except ValueError:
-            raise DamagedError(
-                f"{path}: changed after training; train again or restore it"
-            ) from None
+            raise DamagedError(f"{path}: changed after training") from None
     return Training.model_validate(values)
 
 

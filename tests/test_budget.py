@@ -357,7 +357,7 @@ def test_head_and_embeddings_have_choices_and_count_in_the_budget(tmp_path):
         (("--gib", 1e-5), ", 1e-05 GiB: the smallest choice takes 2.188"),
         (("--bits", 3, "--peers", "nope"), "^unknown quantizer 'nope'"),
         (("--bits", 3, "--texts", 12), "--texts 12: must be fewer than the 12 windows"),
-        (("--bits", 3, "--methods", "kv4"), "--methods kv4: name methods that quantize weights"),
+        (("--bits", 3, "--methods", "kv4"), "--methods kv4: not a method by which qbench itself"),
         (("--bits", 3, "--include", "head"), "--include head: possible: lm_head, embeddings"),
         (("--bits", 3, "--checkpoint", f"n={DEMO / 'softmax'}"), "for one model, not for m, n"),
     ],

@@ -138,7 +138,7 @@ def test_a_softpick_cell_keeps_its_attention_and_lost_weights_are_computed_again
         (
             {"name": "mixed", "layers": {"mlp": "hqq-4bit", "self_attn": "gptq-4bit"}},
             None,
-            "no format can hold it; one exists for mixes of rtn, gptq",
+            "no format can hold it; of mixes only those of rtn, gptq",
         ),
         (
             {"name": "mixed", "layers": {"model.embed_tokens": "rtn-8bit", "*": "rtn-4bit"}},

@@ -24,7 +24,7 @@ NOT_RESULTS = {
     "old-grid": "written by an older qbench .schema 1, this one reads 2.: run the recipe again",
     "new-grid": "written by a newer qbench .schema 99, this one reads 2.: update qbench",
 }  # fmt: skip
-NOT_A_RECIPE = {"a\nb": "no such recipe", "file": "a recipe is a mapping"}
+NOT_A_RECIPE = {"a\nb": "no such recipe", "file": "not a mapping; write the keys"}
 ODD: list[tuple[tuple[str, ...], str]] = [
     *(((*CHECK, "--junit", path), words) for path, words in NOT_A_FILE.items()),
     *(((*command, "folder"), "not a file") for command in (

@@ -88,8 +88,8 @@ OF = "(METHODS.get('bnb-8bit').settings)"
         ("def\n", r"line 1: SyntaxError"),
         ("raise BaseException('no')\n", "line 1: BaseException: no"),
         ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
-        (f"{NAMED}'../x', 'a line'){OF}\n", r"'\.\./x': a name is letters"),
-        (f"{NAMED}'a\\nb', 'a line'){OF}\n", "a name is letters"),
+        (f"{NAMED}'../x', 'a line'){OF}\n", r"'\.\./x': a name has up to 64 letters"),
+        (f"{NAMED}'a\\nb', 'a line'){OF}\n", "a name has up to 64 letters"),
         (None, "cannot be read"),
     ],
 )

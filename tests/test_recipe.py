@@ -282,10 +282,10 @@ ODD = {
     "python": ("name: !!python/object/apply:os.system [ls]", ":1: cannot be read: could not"),
     "date": ("\nname: 2024-11-05", ":2: name: Input should be a valid string"),
     "NUL": ("name: a\n\nx: a\0b", "special characters are not allowed"),
-    "number as key": ("name: a\n3: b", ":2: a key must be a word"),
+    "number as key": ("name: a\n3: b", ":2: a key is not text; put quotes"),
     "two documents": ("name: a\n---\nname: b", "single document"),
     "open bracket": ("name: [a", "expected"),
-    "empty": ("", "a recipe is a mapping"),
+    "empty": ("", "not a mapping; write the keys name"),
     "key twice": ("name: a\nname: b\n", ':2: cannot be read: .*found duplicate key "name"'),
     "surrogate": ('name: "\\ud800"', "name: "),
 }  # fmt: skip

@@ -118,7 +118,7 @@ def read_tokens(
     another. Raises DataError if no text is long enough, or if the tokenizer lacks the BOS.
     """
     if settings.bos and tokenizer.bos_token_id is None:
-        raise DataError("its tokenizer has no BOS token to begin a text with; add --no-bos")
+        raise DataError("the tokenizer has no BOS token to begin a text with; add --no-bos")
     begin = [tokenizer.bos_token_id] if settings.bos else []
     room = settings.length - len(begin)
     rows: list[list[int]] = []

@@ -63,8 +63,8 @@ def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tu
         )
     if cells[0].quantization.transform is not None:
         raise RecipeError(
-            f"--sensitivity {label}: treats outliers of the whole model at once, so no layer can "
-            "be quantized alone; name one that does not"
+            f"--sensitivity {label}: its transform changes the whole model at once, so no layer "
+            "can be quantized alone; name a quantizer without transform"
         )
     unit = "block" if settings.blocks else "linear"
     key_parts = {"kind": "sensitivity", "unit": unit, "analysis": settings.key_parts()}

@@ -136,8 +136,8 @@ def _measured(
     loss = losses.mean().item()
     if not math.isfinite(loss):
         raise EvaluationError(
-            f"its loss on the text is {loss}: the model's logits are not numbers; look at its "
-            "weights, quantizer and dtype"
+            f"the loss on the text is {loss}, since the model gives NaN or infinite logits; look "
+            "at its weights, quantizer and dtype"
         )
     inside = seen.inputs.keys() - seen.left_out
     layers = {

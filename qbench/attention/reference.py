@@ -115,11 +115,13 @@ def check(
             "do not fit; [B, Hq, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv] do"
         )
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
+        raise ValueError(
+            f"query heads must be a multiple of key heads; they are {heads} and {kv_heads}"
+        )
     if mask is None:
         return
     if seq_bounds is not None:
-        raise ValueError("seq_bounds take no mask beside them: they say who sees whom")
+        raise ValueError("mask and seq_bounds both say which keys a query may see; pass only one")
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True = attend; it is {mask.dtype}")
     fits = mask.ndim == 4 and mask.shape[2:] == (queries, keys)

@@ -110,7 +110,9 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
     ) -> tuple[Tensor, None]:
         parameters = parameters_of(chosen, module, options)
         if dropout:
-            raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
+            raise UnavailableError(
+                f"{normalizer} attention has no dropout; set the model's attention_dropout to 0"
+            )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if isinstance(attention_mask, Mask) and attention_mask.cache_length is not None:
             key, value = (each[:, :, : attention_mask.cache_length] for each in (key, value))
@@ -121,7 +123,8 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         ):  # a static cache has memory for more keys: is the last one the last query's?
             why = "takes no 4-D mask of fewer queries than keys; pass attention_mask [B, T]"
             if torch.compiler.is_compiling():
-                why = "cannot be compiled with a static cache, or padding and a cache; run without"
+                why = "cannot be compiled with a static cache, nor with padding and a cache; do "
+                why += "not compile the model, or leave the cache out"
             raise UnavailableError(f"{normalizer} attention with ALiBi's slopes {why}")
         triton = implementation == "triton"
         function = (kernels if triton else reference).attention
@@ -146,7 +149,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             if mask.dtype != torch.bool:
                 raise UnavailableError(
                     f"{normalizer} attention takes bool masks, True = attend, not "
-                    f"{mask.dtype}; pass mask > -1 of an additive one"
+                    f"{mask.dtype}; of an additive mask pass mask > -1"
                 )
             settings = {"mask": mask, "causal": False}
         output = function(query, key, value, **shared, **settings)

@@ -161,7 +161,10 @@ def bench_attention(
     or if there is no CUDA device, EvaluationError if a kernel is wrong.
     """
     if not torch.cuda.is_available():
-        raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
+        raise UnavailableError(
+            "bench attention: the kernels need a CUDA GPU, and none is here; run it on a machine "
+            "that has one"
+        )
     for name in only:
         require(name)
     repeat_ms = 20 if quick else 100

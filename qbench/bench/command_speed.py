@@ -56,7 +56,7 @@ def bench_command(
                 handle, log_file = tempfile.mkstemp(".log", "qbench-bench-")
                 with os.fdopen(handle, "w") as file:
                     file.write(done.stderr)
-                raise EvaluationError(f"{about}: {why}; all that it printed: {log_file}")
+                raise EvaluationError(f"{about} failed: {why}; see what it printed: {log_file}")
 
         run(LM_EVAL, theirs)
         for pattern in cells or [""]:

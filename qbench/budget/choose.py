@@ -81,8 +81,8 @@ def expand(methods: Sequence[str]) -> list[str]:
         config = config_of(quantizer)
         if config.weights is None or config.beside_weights or config.weights.prequantized:
             raise RecipeError(
-                f"--methods {quantizer}: name methods that quantize weights alone, here: rtn, hqq, "
-                "gptq, bnb"
+                f"--methods {quantizer}: not a method by which qbench itself quantizes weights "
+                "alone; name such methods, as rtn, hqq, gptq or bnb"
             )
     return list(quantizers)
 

@@ -148,7 +148,10 @@ def read_json(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         value = json.loads(content)
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read ({reason(error)})") from None
+        raise CheckpointError(
+            f"{path.name} cannot be read ({reason(error)}); correct its permissions, or fetch it "
+            "again"
+        ) from None
     except (ValueError, RecursionError) as error:
         why = f"is not JSON ({error}); fetch it again"
         why = LFS_REMEDY if content.startswith(LFS_POINTER) else why
@@ -162,12 +165,10 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     """Return ``config.json`` of an unquantized language model, or of a ``quantized`` one. Raises
     CheckpointError, naming the field, for any other file."""
     if not (folder / CONFIG).exists():
-        gguf = "name the GGUF file itself, as DIR/FILE.gguf, or a folder with a config.json: "
-        raise CheckpointError(
-            f"{gguf}{folder} has none"
-            if quantized
-            else f"no config.json in {folder}; name the folder that holds it"
-        )
+        remedy = "name the folder that holds it"
+        if quantized:
+            remedy += ", or the GGUF file itself, as DIR/FILE.gguf"
+        raise CheckpointError(f"no config.json in {folder}; {remedy}")
     config = read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if quantized and not isinstance(quantization, dict):
@@ -181,11 +182,15 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
             "and this one with --quantized LABEL=PATH or in quantizers: [{name: checkpoint, path: "
             "…}]; or score it alone with --quantized or quantizers: [checkpoint]"
         )
-    if "transformers_weights" in config:  # would load another file than the ones that are checked
-        raise CheckpointError("config.json: transformers_weights is not supported; remove it")
+    if "transformers_weights" in config:
+        raise CheckpointError(
+            "config.json: transformers_weights names another weight file than those that qbench "
+            "checks; remove this key"
+        )
     if config.get("is_encoder_decoder"):
         raise CheckpointError(
-            "is_encoder_decoder: true: only causal language models are scored; leave it out"
+            "config.json: is_encoder_decoder: true: only causal language models are scored; leave "
+            "this checkpoint out"
         )
     return config
 
@@ -233,7 +238,10 @@ def weight_files(folder: Path) -> list[str]:
     lists, else ``model.safetensors``. Raises CheckpointError for adapters, pickles and missing
     files."""
     if (folder / ADAPTER).exists():
-        raise CheckpointError(f"{ADAPTER}: it is an adapter; merge it into its model first")
+        raise CheckpointError(
+            f"{ADAPTER}: the folder holds an adapter; merge it into its base model first, as by "
+            "PEFT's merge_and_unload"
+        )
     if not (folder / INDEX).exists():
         if (folder / SINGLE).is_file():
             return [SINGLE]
@@ -263,7 +271,7 @@ def weight_files(folder: Path) -> list[str]:
         )
     listed = sorted(set(files.values()))
     if missing := [name for name in listed if not (folder / name).is_file()]:
-        raise CheckpointError(f"{INDEX} lists {some(missing)}, which is not there; fetch it")
+        raise CheckpointError(f"{INDEX} lists files that are missing: {some(missing)}; fetch them")
     if SINGLE not in listed and (folder / SINGLE).exists():
         raise CheckpointError(f"{SINGLE} is not listed in {INDEX}; remove one of the two")
     return listed
@@ -296,8 +304,9 @@ def read_headers(
     if others and not quantized:
         first = headers[others[0]]
         raise CheckpointError(
-            f"{some(others)} in {first.file}: numbers of type {first.dtype}; weights must be "
-            f"unquantized floating-point numbers ({', '.join(sorted(FLOATS))})"
+            f"{some(others)}: the first is of type {first.dtype}, in {first.file}; weights must be "
+            f"unquantized floating-point numbers ({', '.join(sorted(FLOATS))}): name an "
+            "unquantized copy"
         )
     return headers
 
@@ -362,7 +371,10 @@ def digests(folder: Path, names: list[str], weights: list[str]) -> tuple[str, di
             large = path.stat().st_size > LARGE
             content = kept_digest(path, digest_of_parts if large else file_digest)
         except OSError as error:
-            raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
+            raise CheckpointError(
+                f"{name} cannot be read ({error.strerror}); correct its permissions, or fetch it "
+                "again"
+            ) from None
         part = "config" if name in (CONFIG, "generation_config.json", INDEX) else "tokenizer"
         for hashed in (total, parts["weights" if name in weights else part]):
             hashed.update(f"{name} {content}\n".encode())
@@ -419,7 +431,9 @@ def read_own_training(folder: Path) -> Trained | None:
     except (OSError, ValueError):  # another program's file may have this name
         return None
     except DamagedError as error:
-        raise CheckpointError(f"{error}; restore it, or remove it") from None
+        raise CheckpointError(
+            f"{error}; restore the folder, or remove {TRAINING_FILE} if the change is intended"
+        ) from None
     written = training.files.get(CONFIG)
     if written is not None and file_digest(folder / CONFIG) != written:
         raise CheckpointError(
@@ -471,7 +485,8 @@ def find(
         if kind not in class_names():
             raise CheckpointError(
                 f"config.json: model_type {kind!r} is not a causal language model of the installed "
-                "transformers; code in the checkpoint (auto_map) is never run"
+                "transformers (code in the checkpoint, auto_map, is never run); update "
+                "transformers, or leave this checkpoint out"
             )
         # Whether each attention module has its parameter is checked when the model is loaded
         attributes = {name.rpartition(".")[2] for name in headers}
@@ -479,7 +494,8 @@ def find(
             if parameter.required and parameter.attribute not in attributes:
                 raise CheckpointError(
                     f"missing: {parameter.attribute} of every attention module, which "
-                    f"{trained_with} needs; correct the normalizer, in config.json or the recipe"
+                    f"{trained_with} needs; correct normalizer in the recipe, or "
+                    "qbench_normalizer in config.json"
                 )
         files = files_read(folder, weights)
         total, parts = digests(folder, [name for name, *_ in files], weights)
@@ -518,7 +534,8 @@ def _folder(source: str, revision: str | None) -> Path:
         return hub.snapshot(source, revision, FROM_HUB)
     where = "" if why == source else f" ({shown(why)})"
     raise CheckpointError(
-        f"checkpoint {shown(source)}: no such folder{where}, and not a hub id (owner/name)"
+        f"checkpoint {shown(source)}: no such folder or GGUF file{where}; name one, or a hub id "
+        "(owner/name)"
     )
 
 
@@ -528,7 +545,9 @@ def _normalizer(config: dict[str, Any], by_recipe: str | None, headers: Iterable
     by_config, by_format = config.get("qbench_normalizer"), None
     if by_config is not None and not (isinstance(by_config, str) and by_config in NORMALIZERS):
         names = ", ".join(NORMALIZERS)
-        raise CheckpointError(f"qbench_normalizer {by_config!r} is unknown; known: {names}")
+        raise CheckpointError(
+            f"config.json: qbench_normalizer {by_config!r} is unknown; known: {names}"
+        )
     if fla.recognizes(config) and config.get("attn_impl") is not None:
         by_format = fla.normalizer(config)
         if by_config not in (None, by_format):

@@ -125,7 +125,8 @@ def normalizer(config: dict[str, Any]) -> str:
     implementation = config["attn_impl"]
     if not isinstance(implementation, str) or implementation not in NORMALIZER_OF:
         raise CheckpointError(
-            f"attn_impl {implementation!r} is unknown; known: {', '.join(NORMALIZER_OF)}"
+            f"config.json: attn_impl {implementation!r} is unknown; known: "
+            f"{', '.join(NORMALIZER_OF)}"
         )
     return NORMALIZER_OF[implementation]
 

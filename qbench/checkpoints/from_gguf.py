@@ -76,7 +76,7 @@ def main(file: Path, folder: Path) -> None:
     model.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if problem := tokenizer_problem(tokenizer, gguf.GGUFReader(str(file)).fields.get(ADD_BOS)):
-        raise ValueError(f"{problem}; update transformers, or name the original's folder")
+        raise ValueError(f"{problem} (an update of transformers may help)")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -99,7 +99,7 @@ def measured_attention(
     checkpoint: Checkpoint,
     attention: str,
     fallback: bool,
-    why: str = "it is not a causal language model, so it gives no probability of a text",
+    why: str = "it is not a causal language model and gives no probability of a text; leave it out",
 ) -> ChosenAttention:
     """Set the checkpoint's attention, or with ``fallback`` the class's own if the logits differ;
     return the one that was set. ``why``: text for the error if later tokens change earlier logits.
@@ -180,11 +180,11 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     except CheckpointError:
         raise
     except Exception as error:  # an odd configuration may raise anything in transformers
-        why = first_line(error)
+        why = f"transformers cannot load it: {first_line(error)}"
         if "above report" in str(error):  # which is not shown
             why = "the tensors do not fit the configuration: transformers cannot join those of a "
-            why += "layer, as of its experts; is one missing, or of another shape?"
-        raise CheckpointError(why) from error
+            why += "layer, as of its experts, of which one may be missing or of another shape"
+        raise CheckpointError(f"{why}{FIT}") from error
     headers, extra = model_headers(checkpoint), set(report["unexpected_keys"])
     if ours:
         extra = {name for name in extra if not name.endswith(fla.TABLE)}
@@ -311,18 +311,18 @@ def load_prequantized(
         except Exception as error:  # libraries may raise anything
             why = first_line(error)
             if "above report" in why:  # which is not shown
-                why = "its tensors do not fit its quantization_config; take another copy"
+                why = "its tensors do not fit its quantization_config"
             raise UnavailableError(
                 f"{'GPTQModel' if by_gptqmodel else 'transformers'} cannot load this "
-                f"{method} checkpoint here: {why}"
+                f"{method} checkpoint here: {why}; install what it lacks, or take another copy"
             ) from error
         headers = checkpoint.headers
         require_stored_head(model, checkpoint.folder, headers)
         if not logits.isfinite().all():
             raise CheckpointError(
-                "its logits are not finite; its weights are damaged: fetch them again"
+                "its logits are NaN or infinite: its weights may be damaged; fetch them again"
             )
-        rounds = "its library rounds activations of several tokens together"
+        rounds = "its library rounds activations of several tokens together; take another format"
         model.chosen_attention = measured_attention(model, checkpoint, attention, fallback, rounds)
     return model
 
@@ -362,7 +362,7 @@ def _read_quantized(
     if method in ("awq", "gptq") and missing and all(".experts." in name for name in missing):
         raise UnavailableError(
             "transformers 5 keeps this model's experts as one tensor and loads none from "
-            f"{method} files; compressed-tensors, fp8 and mxfp4 copies load"
+            f"{method} files; take a compressed-tensors, fp8 or mxfp4 copy"
         )
     require_fit(report)  # before kernels read missing tensors
     return model
@@ -523,8 +523,8 @@ def require_causal(model: PreTrainedModel, logits: torch.Tensor, why: str) -> No
         off = float(((cut - first).norm(dim=-1) / first.norm(dim=-1)).max())
     if off > rounding_tolerance(model):
         raise CheckpointError(
-            f"{PROBE // 2} tokens more change the logits of the {PROBE // 2} before them (by "
-            f"{off:.2g} of their size): {why}"
+            f"adding {PROBE // 2} tokens at the end changes the logits of the {PROBE // 2} before "
+            f"them (by {off:.2g} of their size): {why}"
         )
 
 

@@ -97,7 +97,7 @@ def export(
         store, record = find_cell(str(folder))
         if record.status != "ok":
             raise ResultsError(
-                f"{record.cell}: it failed, so there is no model to export; run it again"
+                f"{record.cell}: this cell failed, so there is no model to export; run it again"
             )
         with redirected(Path(os.devnull)):
             module = importlib.import_module("qbench.export_model")

@@ -117,9 +117,9 @@ def answer(
     for prompt in prompts:
         if len(prompt.ids) + limit > settings.max_length:
             raise EvaluationError(
-                f"{ANSWERS}: {task.location(prompt.document)}: its prompt has "
-                f"{len(prompt.ids)} tokens, which leaves no room for an answer of {limit} in "
-                f"{settings.max_length}; lower max_new_tokens or shorten the prompt"
+                f"{ANSWERS}: {task.location(prompt.document)}: the prompt has {len(prompt.ids)} "
+                f"tokens, which leaves no room for an answer of {limit} in evaluation.max_length "
+                f"{settings.max_length}; lower answers.max_new_tokens, or shorten the prompt"
             )
         seed = np.random.SeedSequence([settings.seed, prompt.document, prompt.sample])
         seed = int(seed.generate_state(1)[0])
@@ -170,8 +170,8 @@ def _ask(
                 )
             except Exception as error:  # whatever a template raises
                 raise EvaluationError(
-                    f"{ANSWERS}: the chat template cannot render prompt {document}: "
-                    f"{first_line(error)}; mend the template or leave the prompt out"
+                    f"{ANSWERS}: {task.location(document)}: the chat template cannot render this "
+                    f"prompt: {first_line(error)}; correct the template, or leave the prompt out"
                 ) from error
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:  # the messages' texts, to be continued

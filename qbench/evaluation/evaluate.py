@@ -216,7 +216,9 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
             ) from error
         line = f"{spec.name}: {spec.definition}: {type(error).__name__}: {first_line(error)}"
         fields = spec.files and isinstance(error, (KeyError, TypeError, UndefinedError))
-        remedy = "do its data have the fields that it needs?" if fields else "leave the task out"
+        remedy = "leave the task out"
+        if fields:
+            remedy = "give the data the fields that the definition reads"
         raise DataError(f"{line}; {remedy}") from error
     if definition_digest(read_definition(spec.definition)) != spec.definition_digest:
         raise DataError(
@@ -475,7 +477,9 @@ def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     """Return scores and tables of the answers that ``ask`` stored. Raises EvaluationError if
     lm-eval or the task's code cannot judge them, or if a log-likelihood or a score is not a number.
     """
-    with _named(task.name, "its answers cannot be judged"):
+    with _named(
+        task.name, "its answers cannot be scored", "correct the definition, or leave the task out"
+    ):
         samples = list(_samples(task.task, settings.limit))
     # Of a metric with two numbers per document they are value and weight: a value and its
     # weight, or right answer and prediction (see comparison.flips). Of drawn answers the
@@ -505,22 +509,22 @@ def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     for score in scores:
         if math.isnan(score.value):
             raise EvaluationError(
-                f"{task.name}: {score.metric} is not a number; leave it out of the metric_list"
+                f"{task.name}: {score.metric} is not a number; leave this metric out of metric_list"
             )
     return Outcomes(scores=scores, outcomes=outcomes, responses=responses)
 
 
 @contextmanager
-def _named(task: str, what: str) -> Iterator[None]:
+def _named(task: str, what: str, remedy: str) -> Iterator[None]:
     """Turn exceptions in the body, from lm-eval's or the task's code, into an EvaluationError that
-    begins with ``task`` and ``what``."""
+    begins with ``task`` and ``what`` and ends in ``remedy``."""
     try:
         yield
     except QbenchError:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise EvaluationError(f"{task}: {what} ({why})") from error
+        raise EvaluationError(f"{task}: {what} ({why}); {remedy}") from error
 
 
 def build_ahead(tasks: Sequence[LoadedTask], settings: ScoringSettings) -> None:
@@ -555,8 +559,8 @@ def _render(model: Any, turns: list[dict[str, str]], **options: Any) -> str:
         return model.apply_chat_template(turns, **options)
     except Exception as error:  # whatever a template raises
         raise EvaluationError(
-            f"the checkpoint's chat template cannot render a prompt: {first_line(error)}; mend it, "
-            "or leave evaluation.apply_chat_template out"
+            f"the checkpoint's chat template cannot render a prompt: {first_line(error)}; correct "
+            "the template, or leave evaluation.apply_chat_template out"
         ) from error
 
 
@@ -706,7 +710,8 @@ def _scores(
         aggregate = task.task.aggregation().get(metric, mean)
         aggregation = names.get(aggregate, getattr(aggregate, "__name__", "unknown"))
         name = _name(metric, filter_)
-        with _named(task.name, f"{name} cannot be computed; leave it out of the metric_list"):
+        remedy = "leave this metric out of metric_list"
+        with _named(task.name, f"{name} cannot be computed", remedy):
             try:
                 value = aggregate(values)
             except OverflowError:

@@ -71,7 +71,7 @@ class BaselineHiddenStates:
                 write_tensors(path, named, {"key": key})
             except OutputError as error:
                 raise ResultsError(
-                    f"{error}; make room there, or leave damage out with evaluation.damage: false"
+                    f"{error}, or leave damage out with evaluation.damage: false"
                 ) from error
 
     @classmethod

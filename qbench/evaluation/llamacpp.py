@@ -127,7 +127,7 @@ def load_library() -> Any:
     UnavailableError if the wheel is missing or of another version."""
     package = util.find_spec("xllamacpp")
     if package is None or package.origin is None:
-        raise UnavailableError(f"llama.cpp: {INSTALL}")
+        raise UnavailableError(f"llama.cpp's package xllamacpp is not installed: {INSTALL}")
     if (installed := metadata.version("xllamacpp")) != VERSION:
         raise UnavailableError(
             f"xllamacpp {installed} is installed, but qbench needs exactly {VERSION} ({INSTALL})"
@@ -179,8 +179,8 @@ class LlamaCpp:
         expected = shell.config.get_text_config().vocab_size
         if self.vocabulary != expected:
             raise CheckpointError(
-                f"{path}: {self.vocabulary} tokens, and the original has {expected}: it is not a "
-                "copy of it; name the model that it was made from under checkpoints"
+                f"{path}: the file has {self.vocabulary} tokens and the original {expected}: it is "
+                "no copy of this model; name the model that it was made from under checkpoints"
             )
         self._batch = library.llama_batch_init(BATCH, 0, 1)
         weakref.finalize(self, _free, library, self._batch, self._context, self._model)

@@ -217,11 +217,14 @@ def _children(name: str, config: dict[str, Any]) -> Iterator[str]:
         child_name = named.get("task", named.get("group"))
         if settings := ", ".join(sorted(named.keys() - {"task", "group"})):
             raise RecipeError(
-                f"tasks: {name} changes {settings} of {child_name}; name its tasks one by one, "
-                "each with its settings"
+                f"tasks: {name} changes {settings} of {child_name}; name the tasks of {name} one "
+                "by one, each with its settings"
             )
         if not isinstance(child_name, str):
-            raise RecipeError(f"tasks: {name}: its group is defined inline; name its tasks")
+            raise RecipeError(
+                f"tasks: {name} contains a group that is defined inline, which cannot be planned; "
+                f"name the tasks of {name} one by one"
+            )
         yield child_name
 
 
@@ -270,7 +273,7 @@ def missing_module(module: str) -> str:
     if importlib.util.find_spec(package) is not None:
         why = f"{module}, which the installed {package} does not have:"
     else:
-        why = f"{package}, which is not installed: pip install {package}, or"
+        why = f"{package}, which is not installed: try pip install {package}, or"
     return f"its code imports {why} leave the task out"
 
 
@@ -319,7 +322,9 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
     try:
         payload = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); name a JSON Lines file that can"
+        ) from None
     # not splitlines: a string in JSON may hold U+2028, which is no end of a line
     rows = list(parse_rows(path, payload.split(b"\n")))
     if not rows:
@@ -340,7 +345,9 @@ def parse_rows(path: str | Path, lines: Iterable[bytes | str]) -> Iterator[Row]:
                 f"{path}:{number}: not JSON ({error}); write one object per line"
             ) from None
         if not isinstance(fields, dict):
-            raise DataError(f"{path}:{number}: a JSON object is needed, this is {fields!r:.40}")
+            raise DataError(
+                f"{path}:{number}: not a JSON object but {fields!r:.40}; write one object per line"
+            )
         yield Row(line=number, fields=fields)
 
 
@@ -516,8 +523,8 @@ def prompt_fields(row: Row, path: Path) -> dict[str, str]:
     )  # fmt: skip
     if not (turn or turns):
         raise DataError(
-            f'{path}:{row.line}: a prompt is {{"prompt": TEXT}}, or {{"messages": [{{"role": '
-            '"user", "content": TEXT}, …]}'
+            f'{path}:{row.line}: not a prompt; write {{"prompt": TEXT}}, or {{"messages": '
+            '[{"role": "user", "content": TEXT}, …]}'
         )
     target = row.fields.get("target")
     if not isinstance(target, str | None):
@@ -621,7 +628,7 @@ def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:
         commit = hub.dataset_commit(repository, kwargs.get("revision"), config.get("dataset_name"))
     except DataError as error:
         raise DataError(
-            f"{name}: {error}; or put the data into DIR/{name}/{evaluation_split(config)}.jsonl "
-            "and add --data DIR"
+            f"{name}: {error}; try again, or put the data into "
+            f"DIR/{name}/{evaluation_split(config)}.jsonl and add --data DIR"
         ) from error
     return HubData(repository=repository, name=config.get("dataset_name"), commit=commit)

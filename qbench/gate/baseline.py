@@ -129,7 +129,8 @@ def read(path: Path) -> ResultSet:
             results = read_results(store)
             why = "; ".join(group_by_reason(results.broken.items()))
         except ResultsError as error:
-            why = str(error).replace(f"{store.directory}/", "")
+            why = str(error).partition("; ")[0]
+            why = why.replace(f"{store.directory}/", "").removeprefix(f"{store.directory}: ")
     if why:
         raise ResultsError(f"{path}: incomplete ({why}); {REMEDY}")
     return results

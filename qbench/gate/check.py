@@ -177,8 +177,8 @@ def require_same_data(cell: str, before: Record, after: Record) -> None:
         )
         if None not in (first, second) and first != second:
             raise ResultsError(
-                f"{cell}: {task}: its definition or data differ from the other results', so "
-                "documents cannot be paired; score both on the same data (or make a new baseline)"
+                f"{cell}: {task}: definition or data of this task differ between the two results, "
+                "so documents cannot be paired; score both on the same data, or make a new baseline"
             )
 
 

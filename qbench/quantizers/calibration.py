@@ -52,7 +52,8 @@ def read_calibration(text: CalibrationText, tokenizer: PreTrainedTokenizerBase) 
     a tokenizer without the BOS that is needed."""
     if text.bos and tokenizer.bos_token_id is None:
         raise DataError(
-            "calibration text begins with BOS, but this tokenizer has none; set add_bos: false"
+            "calibration text shall begin with BOS, but the tokenizer has none; set "
+            "evaluation.add_bos: false"
         )
     start = [tokenizer.bos_token_id] if text.bos else []
     windows = draw_windows(
@@ -145,8 +146,8 @@ class SequentialCalibrator:
             index = len(calls)
             if index >= len(self.blocks) or block is not self.blocks[index]:
                 raise QuantizationError(
-                    f"{self.root}: its blocks do not run once each, in order, so it cannot be "
-                    "calibrated block by block; use rtn or hqq"
+                    f"{self.root}: these blocks do not run once each, in order, so the model "
+                    "cannot be calibrated block by block; use rtn or hqq"
                 )
             options = dict(kwargs)
             hidden, *rest = args or (options.pop("hidden_states"),)
@@ -156,8 +157,9 @@ class SequentialCalibrator:
                 if traced is not None:
                     if not all(map(torch.equal, traced, beside)):
                         raise QuantizationError(
-                            f"{type(self._model).__name__}: the other inputs of its blocks depend "
-                            "on the text, so it cannot be calibrated block by block; use rtn or hqq"
+                            f"{type(self._model).__name__}: inputs of the blocks beside hidden "
+                            "states depend on the text, so the model cannot be calibrated block by "
+                            "block; use rtn or hqq"
                         )
                     raise Stop
                 self._beside[len(ids)] = beside
@@ -165,7 +167,7 @@ class SequentialCalibrator:
             elif not torch.equal(hidden, output):
                 raise QuantizationError(
                     f"{self.root}.{index}: does not receive the output of the block before it, so "
-                    "it cannot be calibrated block by block; use rtn or hqq"
+                    "the model cannot be calibrated block by block; use rtn or hqq"
                 )
             calls.append(lambda hidden: block(hidden, *rest, **options))
 

@@ -30,7 +30,7 @@ def library() -> Any:
         import gguf
     except ImportError:
         raise UnavailableError(
-            "GGUF files need the package gguf: pip install -e '.[llamacpp]'"
+            "GGUF files need the package gguf, which is not installed: pip install -e '.[llamacpp]'"
         ) from None
     return gguf
 

@@ -98,7 +98,9 @@ class Published(WeightSettings):
             return self.path
         if checkpoint not in self.path:
             names = ", ".join(self.path)
-            raise RecipeError(f"checkpoint: add an entry for {checkpoint} to path (it has {names})")
+            raise RecipeError(
+                f"checkpoint: path has no entry for {checkpoint}, only for {names}; add one"
+            )
         return self.path[checkpoint]
 
 

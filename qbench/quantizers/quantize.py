@@ -115,8 +115,7 @@ class Artifact:
             write_tensors(self.path, parts, {"key": self.key, "parts": self.parts, "note": note})
         except OutputError as error:
             raise OutputError(
-                f"{self.path}: quantized weights cannot be kept ({first_line(error)}); make "
-                "room, or set QBENCH_CACHE to another folder"
+                f"quantized weights are not kept: {error}, or set QBENCH_CACHE to another folder"
             ) from None
 
 

@@ -186,8 +186,8 @@ def config_of(
     config = QuantizationConfig(**chosen, dtype=compute_dtype)
     weights, beside, transform = config.weights, config.beside_weights, config.transform
     if weights and weights.prequantized and beside:
-        raise RecipeError(f"{weights.name}: it is scored as published; leave {next(iter(beside))} "
-                          "out")  # fmt: skip
+        raise RecipeError(f"{weights.name}: such a copy is scored as it is; leave "
+                          f"{next(iter(beside))} out")  # fmt: skip
     if weights and weights.precision.activations and config.activations:
         raise RecipeError(
             f"weights: {weights.name} quantizes activations itself; leave activations out"

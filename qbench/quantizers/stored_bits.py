@@ -123,9 +123,9 @@ def write_gguf_into(model: nn.Module, path: str) -> None:
         values = gguf_file.dequantized(path, name, tensor, (heads, kv_heads))
         if values.shape != tuple(parameters[name].shape):
             raise CheckpointError(
-                f"{path}: {tensor.name} {list(values.shape)}, and the original's {name} is "
-                f"{list(parameters[name].shape)}: it is not a copy of it; name the model that it "
-                "was made from under checkpoints"
+                f"{path}: {tensor.name} is {list(values.shape)} and the original's {name} "
+                f"{list(parameters[name].shape)}: the file is no copy of this model; name the "
+                "model that it was made from under checkpoints"
             )
         parameters[name].data.copy_(torch.from_numpy(values.copy()))
 

@@ -69,8 +69,8 @@ def find_text(address: str, *, data: Path | None) -> Path:
         return hub.dataset_file(f"{owner}/{name}", file, revision or None)
     except DataError as error:
         raise DataError(
-            f"calibration.path: {address}: {error}; "
-            "or name a local JSON Lines file with --calibration FILE"
+            f"calibration.path: {address}: {error}; try again, or name a local JSON Lines file "
+            "with --calibration FILE"
         ) from error
 
 

@@ -114,7 +114,8 @@ def _connect(address: str) -> Client:
             scheduler = json.loads(Path(address).read_bytes())["address"]
         except (ValueError, TypeError, KeyError):
             raise UnavailableError(
-                f"--cluster {address}: name the file that `dask scheduler --scheduler-file` wrote"
+                f"--cluster {address}: not a scheduler file; name the one that `dask scheduler "
+                "--scheduler-file` wrote"
             ) from None
     try:
         return Client(scheduler, timeout=SECONDS_TO_CONNECT, set_as_default=False)

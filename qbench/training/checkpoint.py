@@ -179,6 +179,7 @@ class Run:
             line = (
                 validation_line(error) if isinstance(error, ValidationError) else first_line(error)
             )
+            line = line.removeprefix(f"{path}: ")
             raise TrainingError(f"{path}: damaged: {line}; {remedy}") from None
         self._require_same(record.settings_digest)
         for name, written in record.files.items():

@@ -219,7 +219,7 @@ def test_wrong_parameters_are_refused_by_name(normalizer, parameters, error, mes
         ({"score_function": "claimed"}, "no score function 'claimed'; they have softmax, softpick"),
         (
             {"score_function": "softpick", "sink": True},
-            "no sink but with the score function 'softmax'",
+            "a sink only with the score function 'softmax'",
         ),
         (
             {"score_function": "sigmoid", "scaled": True},

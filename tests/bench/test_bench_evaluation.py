@@ -233,7 +233,7 @@ def test_commands_are_shares_of_lm_evals_mean(tmp_path, planned, monkeypatch):
     assert rows[1]["speed"] == 0.25
     ends, clock = iter([1]), iter(range(4))
     monkeypatch.setattr(command_speed.tempfile, "tempdir", str(tmp_path))
-    words = "^qbench run, all cells: no memory; all that it printed: "
+    words = "^qbench run, all cells failed: no memory; see what it printed: "
     with pytest.raises(EvaluationError, match=words) as error:
         command_speed.bench_command(planned, tmp_path / "r.yaml", [], log=lambda _: None)
     assert "File x" in Path(str(error.value).partition("printed: ")[2]).read_text()

@@ -109,7 +109,7 @@ def test_outcomes_are_means_over_samples_with_their_variance():
 
 
 def test_a_prompt_without_room_for_its_answer_is_named():
-    with pytest.raises(EvaluationError, match=r"document 1: its prompt has .* no room"):
+    with pytest.raises(EvaluationError, match=r"document 1: the prompt has .* no room"):
         answer(scorer(llama(), "exact", max_length=96), asked(["a", text(1, 40)], limit=60),
                settings("exact", **CHECKED), **CHAT, base=None, read=False)  # fmt: skip
 
@@ -117,10 +117,10 @@ def test_a_prompt_without_room_for_its_answer_is_named():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"prompt": " "}, "a prompt is"),
-        ({"text": "a"}, "a prompt is"),
-        ({"prompt": "a", "messages": []}, "a prompt is"),
-        ({"messages": [{"role": "user"}]}, "a prompt is"),
+        ({"prompt": " "}, "not a prompt; write"),
+        ({"text": "a"}, "not a prompt; write"),
+        ({"prompt": "a", "messages": []}, "not a prompt; write"),
+        ({"messages": [{"role": "user"}]}, "not a prompt; write"),
         ({"prompt": "a", "target": 3}, "target must be a text"),
     ],
 )

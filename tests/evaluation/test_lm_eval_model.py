@@ -73,7 +73,8 @@ def test_a_runtime_gives_no_tokens_of_answers(tmp_path):
     assert qbench("run", path, "--out", tmp_path / "out", *options) == 1
     (served,) = (one for one in Store(tmp_path / "out").records() if one.quantizer == "served")
     assert served.failed_tasks == {
-        "answers": "answers: set evaluation.scoring to exact or fast: only these give tokens"
+        "answers": "answers: only exact and fast scoring give the tokens of answers; set "
+        "evaluation.scoring to one of these"
     }
     assert {score.task for score in served.scores} == {"demo_lastword"}
 

@@ -102,7 +102,7 @@ def test_the_digest_holds_no_address_of_a_function(tmp_path):
     ("text", "words"),
     [
         ("{}\n{oops\n", ":2: not JSON"),
-        ("[1]\n", ":1: a JSON object is needed"),
+        ("[1]\n", ":1: not a JSON object"),
         ("", "no documents"),
     ],
 )

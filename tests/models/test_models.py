@@ -178,7 +178,7 @@ def test_logits_that_depend_on_how_many_tokens_follow_are_refused(monkeypatch):
         return output
 
     monkeypatch.setattr(model, "forward", by_length)
-    with pytest.raises(CheckpointError, match="8 tokens more change the logits of the 8 before"):
+    with pytest.raises(CheckpointError, match="adding 8 tokens at the end changes the logits"):
         require_causal(model, probe_logits(model), "why")
 
 

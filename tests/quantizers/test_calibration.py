@@ -63,7 +63,7 @@ def test_short_documents_are_joined_with_the_end_of_text_between(tmp_path, token
 
 def test_each_window_begins_with_bos_where_it_is_asked_for(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", [10, 10, 10, 3, 3])
-    with pytest.raises(DataError, match="this tokenizer has none"):
+    with pytest.raises(DataError, match="the tokenizer has none"):
         read(path, tokenizer, 3, 7, 0, bos=True)
     with_bos = copy.deepcopy(tokenizer)
     with_bos.add_special_tokens({"bos_token": "<s>"})

@@ -56,7 +56,7 @@ def test_documents_longer_than_a_chunk_stay_whole(tmp_path):
     ("name", "content", "said"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "a.jsonl:2: no text in the field 'text', but"),
-        ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: a JSON object is needed"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: not a JSON object"),
         ("a.txt", b"\xff\xfe", "cannot be read ("),
         ("a.parquet", b"no parquet", "cannot be read ("),
     ],

@@ -111,7 +111,9 @@ def prepare(
         )
     scale = width**-0.5 if scale is None else scale
     if scale <= 0 or (softcap is not None and softcap <= 0):
-        raise ValueError(f"scale and softcap must be positive; they are {scale} and {softcap}")
+        raise ValueError(
+            f"scale and softcap must be positive, or None; they are {scale} and {softcap}"
+        )
     settings = Settings(
         normalizer, scale, softcap or 0.0, causal, window or 0,
         max_seqlen_q or queries, max_seqlen_k or keys,

@@ -76,7 +76,8 @@ class Kernels:
             raise ValueError(f"kernels have no score function {name!r}; they have {names}")
         if self.sink and name != "softmax":
             raise ValueError(
-                f"kernels have no sink but with the score function 'softmax', not {name!r}"
+                f"kernels have a sink only with the score function 'softmax', not {name!r}; set "
+                "sink=False"
             )
         if self.scaled and self.elementwise:
             raise ValueError(

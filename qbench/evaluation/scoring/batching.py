@@ -124,7 +124,7 @@ class Counts:
         if truncated == count > 0:
             raise EvaluationError(
                 f"{task}: all {count} requests are longer than evaluation.max_length {max_length} "
-                "and would lose their beginnings; raise it, or leave the task out"
+                "and would lose their beginnings; raise max_length, or leave the task out"
             )
         if truncated:
             self.truncated_shares[task] = truncated / count
@@ -136,8 +136,8 @@ def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
     most = max((max(tokens, default=0) for tokens in prompts), default=0)
     if most >= rows:
         raise EvaluationError(
-            f"its tokenizer gives token id {most}, but the model embeds {rows} ids: put the "
-            "tokenizer of this model into its folder"
+            f"the tokenizer gives token id {most}, but the model embeds only {rows} ids; put the "
+            "model's own tokenizer into its folder"
         )
 
 

@@ -153,7 +153,8 @@ def _prompts(
         if limit >= hflm.max_length:
             raise EvaluationError(
                 f"answers of up to {limit} tokens do not fit into evaluation.max_length "
-                f"{hflm.max_length}; raise it, or lower max_gen_toks in the task's definition"
+                f"{hflm.max_length}; raise max_length, or lower max_gen_toks in the task's "
+                "definition"
             )
         truncated += len(ids) > hflm.max_length - limit
         ids = ids[limit - hflm.max_length :] or [hflm.prefix_token_id]
@@ -244,7 +245,7 @@ def decode(
             if batch == 1:
                 raise EvaluationError(
                     f"out of memory on one prompt of {max(len(p.ids) for p in prompts)} tokens; "
-                    "use a larger device"
+                    "use a GPU with more memory"
                 ) from error
         # Outside the handler, whose traceback keeps tensors.
         waiting = run.unfinished()

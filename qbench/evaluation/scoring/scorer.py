@@ -320,7 +320,7 @@ class Scorer(LM):
         if (longest := max(request.scored for request in requests)) > most:
             raise EvaluationError(  # HFLM would stop with a bare assertion
                 f"a continuation of {longest} tokens does not fit into "
-                f"evaluation.max_length {most}; raise max_length"
+                f"evaluation.max_length {most}; raise max_length, or leave the task out"
             )
         check_tokens((request.tokens for request in requests), self._embedded)
         truncated = sum(len(request.tokens) > most + 1 for request in requests)
@@ -391,7 +391,7 @@ class Scorer(LM):
                 break
             count *= 2
         if reason := sample_violation(self.settings.tolerance, sample):
-            return f"{reason}; use scoring: exact or raise it"
+            return f"{reason}; use scoring: exact, or raise this tolerance"
         self._counts.differences.append(difference)
         return None
 

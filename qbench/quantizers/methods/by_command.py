@@ -56,4 +56,4 @@ def make(model: Path, out: Path, texts: Texts, settings: ByCommand) -> None:
         for name, path in {"{model}": model, "{out}": out, "{texts}": file}.items():
             words = [word.replace(name, str(path)) for word in words]
         if code := subprocess.run(words, check=False).returncode:
-            raise SystemExit(f"{words[0]} ended with exit code {code}")
+            raise SystemExit(f"exit code {code}")

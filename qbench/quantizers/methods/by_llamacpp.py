@@ -43,8 +43,8 @@ class Gguf(LibraryMade):
         rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
         if config.get("model_type") != "llama" or rope != "default" or config.get("rope_scaling"):
             raise RecipeError(
-                f"{self.name}: it writes files of Llama models with plain RoPE only; make the file "
-                "with llama.cpp's convert_hf_to_gguf.py and llama-quantize, and score it with "
+                f"{self.name}: only for Llama models with plain RoPE; make the GGUF file with "
+                "llama.cpp's convert_hf_to_gguf.py and llama-quantize, and score it with "
                 "--quantized LABEL=FILE.gguf"
             )
 

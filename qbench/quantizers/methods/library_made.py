@@ -56,6 +56,8 @@ class LibraryMade(WeightSettings):
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if importlib.util.find_spec(self.package) is None:
             install = f"-e '.[{self.extra}]'" if self.extra else self.requirements[0]
-            raise RecipeError(f"{self.name}: it needs {self.package}: pip install {install}")
+            raise RecipeError(
+                f"{self.name}: {self.package} is not installed; pip install {install}"
+            )
         if self.needs_gpu and device != "cuda":
-            raise RecipeError(f"{self.name}: run it on a GPU, which {self.package} needs for it")
+            raise RecipeError(f"{self.name}: {self.package} needs a GPU here; run it on one")

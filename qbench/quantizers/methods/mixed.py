@@ -22,7 +22,7 @@ from qbench.quantizers.registry import config_of, register
 from qbench.records import UNQUANTIZED_BITS
 
 ENDS = re.compile(r"(^|\.)(lm_head|embed_out|wte|\w*embed_(tokens|in)|word_embeddings)$")
-WRITE = "{pattern: quantizer}, such as {'*.down_proj': gptq-8bit, '*': gptq-4bit}, quantizers"
+WRITE = "{pattern: quantizer}, such as {'*.down_proj': gptq-8bit, '*': gptq-4bit}"
 
 
 def _layers(value: Any) -> tuple[tuple[str, WeightSettings], ...]:
@@ -39,7 +39,10 @@ def _layers(value: Any) -> tuple[tuple[str, WeightSettings], ...]:
             except RecipeError as error:
                 raise ValueError(f"{WRITE} ({names}: {error})") from None
             if config.weights is None or config.beside_weights or config.weights.prequantized:
-                raise ValueError(f"{WRITE} that qbench applies to weights only (see {names})")
+                raise ValueError(
+                    f"{WRITE}, each a quantizer that qbench itself applies to weights only (that "
+                    f"of {names} is not)"
+                )
             chosen = config.weights
         pairs.append((pattern(names), chosen))
     return tuple(pairs)
@@ -108,7 +111,7 @@ class Mixed(WeightSettings):
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if not self.layers:
-            raise RecipeError(f"{self.name}: layers: write {WRITE} of weights")
+            raise RecipeError(f"{self.name}: layers: write {WRITE}")
         for names, chosen in self.layers:
             chosen.check(config, device)
             if ENDS.search(names) and not chosen.of_ends:
