@@ -58,7 +58,8 @@ def install(model: nn.Module, settings: RoundedInputs, tensors: Mapping[str, Ten
 
 
 def evidence(model: nn.Module, settings: RoundedInputs) -> dict[str, ActivationEvidence]:
-    """Return how the inputs of ``model`` are quantized, by module's name; empty if none are."""
+    """Return the format and static scale of each module's input, by module's name; empty if none is
+    quantized. ``settings`` is not used."""
     inputs = getattr(model, ATTRIBUTE, None)
     if inputs is None:
         return {}
@@ -78,8 +79,9 @@ def calibrate(
     calibration: Calibration | None,
     progress: Advance,
 ) -> dict[str, Tensor]:
-    """Return [lowest, highest] input over the calibration text by module's name, one sample at a
-    time; empty for dynamic scales. Raises QuantizationError for a module that the text never
+    """Return [lowest, highest] input over the calibration text by module's name; of a symmetric
+    format −largest and largest magnitude. Samples are read one at a time. Empty for dynamic scales,
+    which need no ``calibration``. Raises QuantizationError for a module that the text never
     reaches, or whose inputs are not finite."""
     if not settings.needs_calibration:
         return {}

@@ -49,7 +49,7 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
     @property
     def uneven(self) -> bool:
-        """Return whether rows are not whole blocks."""
+        """Return whether rows are not whole blocks of ``BLOCK`` weights."""
         return self.in_features % BLOCK != 0
 
     def by_library(self, device_type: str) -> bool:

@@ -48,8 +48,9 @@ class Calibration:
 
 def read_calibration(text: CalibrationText, tokenizer: PreTrainedTokenizerBase) -> Calibration:
     """Return the windows of ``text`` as token ids, without special tokens except a BOS at the
-    beginning if ``text.bos``. Raises DataError for a malformed or changed file, too little text, or
-    a tokenizer without the BOS that is needed."""
+    beginning if ``text.bos`` is true; None counts as false here, ``cell.calibration_of`` replaces
+    it before. Raises DataError for a malformed or changed file, too little text, or a tokenizer
+    without the BOS that is needed."""
     if text.bos and tokenizer.bos_token_id is None:
         raise DataError(
             "calibration text shall begin with BOS, but the tokenizer has none; set "
@@ -205,15 +206,16 @@ class SequentialCalibrator:
         self._calls[len(ids)], self.groups = calls, groups
 
     def run(self, index: int, batch: int) -> Any:
-        """Return the output of block ``index`` for batch number ``batch``."""
+        """Return what block ``index`` returns for batch number ``batch``: hidden states [B, T, H],
+        or a tuple that begins with them."""
         hidden = self._states[batch].to(self._device, non_blocking=True)
         return self._calls[len(hidden)][index](hidden)
 
     @torch.no_grad()
     def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor | None]:
         """Return 2/n Σ x xᵀ, float32 [in, in], over the n calibration tokens that reach each of the
-        ``layers`` of block ``index``; None without such tokens (an expert that is never chosen).
-        The layers are listed in the order they run; a forward ends at the last of them."""
+        ``layers`` (names within block ``index``); None without such tokens (an expert that is never
+        chosen). The layers are listed in the order they run; a forward ends at the last of them."""
         block = self.blocks[index]
         sums: dict[str, Tensor] = {}
         tokens = dict.fromkeys(layers, 0)

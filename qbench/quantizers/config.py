@@ -127,11 +127,12 @@ class Settings:
     """Holds the settings of a method: the fields that its name does not fix are a recipe's options.
 
     ``name``: as registered. ``method``: what tables group cells by; ``title``: what they call it.
-    ``batch_invariant``: no score depends on batch-mates, and no token's logits on later tokens; the
-    audit fails a method that says so wrongly. ``requirements``: distributions whose versions can
-    change the result, torch and transformers left out (they are part of every cell). ``blocks``:
-    outputs and inputs of each quantized layer must be multiples of these; ``misfit`` says what to
-    do about a layer whose are not.
+    ``needs_calibration``: calibration text is read. ``batch_invariant``: no score depends on
+    batch-mates, and no token's logits on later tokens; the audit fails a method that says so
+    wrongly. ``requirements``: distributions whose versions can change the result, torch and
+    transformers left out (they are part of every cell). ``blocks``: outputs and inputs of each
+    quantized layer must be multiples of these; ``misfit`` says what to do about a layer whose are
+    not.
     """
 
     kind: ClassVar[Kind]
@@ -186,7 +187,7 @@ class Settings:
 
 def backend(settings: Settings) -> Any:
     """Return the module with the functions of a method: the one that the settings' ``backend``
-    names, else, and for a plug-in, the one that defines the settings."""
+    names; without a ``backend``, and always for a plug-in, the one that defines the settings."""
     module = type(settings).__module__
     if settings.backend and module.startswith("qbench."):
         module = f"qbench.quantizers.{settings.backend}"
@@ -227,6 +228,7 @@ class WeightSettings(Settings):
 
     @property
     def precision(self) -> Precision:
+        """Return bits and scheme of the weights, for records; no other part is quantized."""
         return Precision(weights=Part(bits=self.num_bits, scheme=self.scheme))
 
     def for_layer(self, name: str) -> WeightSettings | None:
@@ -241,7 +243,8 @@ class WeightSettings(Settings):
     # What the audit may expect
 
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Return the bits per weight beside its code: of scales, zeros and indices."""
+        """Return the bits per weight of a matrix [rows, columns] beside its code: of scales, zeros
+        and indices."""
         raise NotImplementedError
 
     @property
@@ -319,7 +322,8 @@ class QuantizationConfig:
 
     def fitted(self, shapes: Shapes) -> QuantizationConfig:
         """Return the config with all choices made that depend on the ``shapes`` of a model's linear
-        layers, such as a group size that divides them all. ``shapes`` is empty if unknown."""
+        layers, such as a group size that divides them all. Empty ``shapes``, if unknown, choose
+        nothing."""
         return replace(self, **{k: p.fitted(shapes) for k, p in self.parts.items() if shapes})
 
 

@@ -41,7 +41,8 @@ CODES = {"int": torch.int8, "float": torch.float8_e4m3fn}  # dtypes of codes of 
 
 
 def kernels() -> ModuleType:
-    """Return the module that computes the same in Triton."""
+    """Return the module ``fake_quant_kernels``, which computes the same in Triton; imported only if
+    a GPU is used."""
     from qbench.quantizers import fake_quant_kernels
 
     return fake_quant_kernels
@@ -63,7 +64,8 @@ def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> T
 
 
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
-    """Return ``fake_quantize`` of ``x`` [..., n], each row along the last axis a group."""
+    """Return ``x`` [..., n] rounded as by ``fake_quantize``; each row along the last axis is a
+    group, whatever ``form.group_size`` says. On a GPU a kernel does it."""
     if x.is_cuda:
         with torch.cuda.device(x.device):  # Triton launches on the current one
             return kernels().fake_quantize_rows(x, form, fixed)
@@ -116,8 +118,9 @@ def scale_of_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> S
 
 def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
     """Return the float32 scale, and of an asymmetric format the zero, for values between ``low``
-    and ``high``, of one shape; for a symmetric format ``low`` may be None and ``high`` the largest
-    magnitude."""
+    and ``high``, of one shape. An asymmetric range is widened to hold 0. The scale is 0 if all
+    values are 0, and NaN if an end is infinite. For a symmetric format ``low`` may be None and
+    ``high`` the largest magnitude."""
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
         return Scale(stored(divided(largest, form.span), form))
@@ -184,12 +187,13 @@ def not_finite(x: Tensor) -> Tensor:
 
 
 def exponent_of(x: Tensor) -> Tensor:
-    """Return ⌊log2|x|⌋ of float32 values; −127 for subnormal ones, 128 if not finite."""
+    """Return ⌊log2|x|⌋ of float32 values, int32; −127 for 0 and subnormal ones, 128 if
+    not finite."""
     return ((x.view(torch.int32) >> 23) & 255) - 127
 
 
 def two_to(exponent: Tensor) -> Tensor:
-    """Return 2^exponent, float32, for exponents −126 … 127."""
+    """Return 2^exponent, float32, of an int32 exponent, which is clamped to −126 … 127."""
     return ((exponent.clamp(LEAST_EXPONENT, 127) + 127) << 23).view(torch.float32)
 
 
@@ -203,7 +207,8 @@ class FakeQuant:
     paused: bool = False
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
-        """Return the forward pre-hook of the module ``name``."""
+        """Return the forward pre-hook of the module ``name``: it rounds the first argument unless
+        ``paused``."""
 
         def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
             if self.paused:
@@ -225,6 +230,8 @@ class KVFakeQuant(QuantizedKVCache):
         self.one_scale = settings.format.one_of_tensor
 
     def rounded(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """Return keys or values ``x`` [B, H, T, D] rounded; tokens at ``positions`` below
+        ``sink_tokens`` stay as they are."""
         x = x.transpose(1, 2)  # [B, T, H, D], as they lie: no copy
         sinks, fixed = None, None
         if self.sink_tokens:
@@ -263,7 +270,8 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def evidence(model: nn.Module, settings: KVCache) -> dict[str, KVFakeQuant]:
-    """Return the cache of each attention module that has one, by module's name."""
+    """Return the cache of each attention module that has one, by module's name; ``settings`` is not
+    used."""
     return {
         name: getattr(module, KV_CACHE)
         for name, module in model.named_modules()

@@ -74,7 +74,8 @@ class QuantFormat:
 
     @property
     def sides(self) -> str:
-        """Return ``, symmetric`` or ``, asymmetric`` for integers, to follow other words."""
+        """Return ``, symmetric`` or ``, asymmetric`` for integers, to follow other words; "" for
+        floats."""
         if self.type == "float":
             return ""
         return ", symmetric" if self.symmetric else ", asymmetric"
@@ -96,8 +97,8 @@ class QuantFormat:
 
     @property
     def span(self) -> float:
-        """Return the divisor that gives the scale: of the magnitude if symmetric, else of the
-        range."""
+        """Return what divides the largest magnitude, or if asymmetric the range, to give
+        the scale."""
         if self.type == "float" or not self.symmetric:
             return self.largest
         return (2.0**self.num_bits - 1) / 2
@@ -109,7 +110,8 @@ class QuantFormat:
 
 
 def number(element: str) -> dict[str, Any]:
-    """Return the fields of ``QuantFormat`` that a code's format gives: ``int4``, ``fp8``."""
+    """Return the fields ``type`` and ``num_bits`` of ``QuantFormat`` for a code's format: ``int4``,
+    ``fp8``."""
     kind = "float" if element.startswith("fp") else "int"
     return {"type": kind, "num_bits": int(element.removeprefix("fp").removeprefix("int"))}
 

@@ -48,8 +48,9 @@ def _reader(path: str) -> Any:
 
 def describe(path: str) -> dict[str, Any]:
     """Return the file's ``sizes`` under config.json's names, and ``counted``, fields of
-    PublishedCopy. Raises CheckpointError if ``path`` is no GGUF file, a part of one, or has experts
-    that are not supported."""
+    PublishedCopy: bits per weight and ``StoredSize``. Raises CheckpointError if ``path`` is no GGUF
+    file, a part of one, or has experts that are not supported; UnavailableError without the gguf
+    package."""
     reader = _reader(path)
     architecture = _field(reader, "general.architecture")
     names = {

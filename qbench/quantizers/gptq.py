@@ -153,7 +153,8 @@ class GPTQResult:
     damp: float
 
     def packed(self, heights: list[int], settings: Gptq) -> list[Tensors]:
-        """Return the tensors to store per layer; ``heights``: the rows of each layer."""
+        """Return the tensors to store, by name, of each layer in turn; ``heights``: the rows of
+        each layer."""
         parts = zip(*(t.split(heights) for t in (self.codes, self.scale, self.zero)), strict=True)
         stored = [packed.pack(*part, settings.num_bits) for part in parts]
         if self.order is not None:
@@ -165,7 +166,8 @@ class GPTQResult:
 @torch.no_grad()
 def solve(weight: Tensor, hessian: Tensor, settings: Gptq, name: str) -> GPTQResult:
     """Quantize ``weight`` float32 [out, in] under ``hessian`` float32 [in, in]; both are
-    overwritten. ``name`` is the layer's, for messages."""
+    overwritten. ``name`` is the layer's, for messages. Raises QuantizationError if the Hessian
+    stays singular."""
     rows, columns = weight.shape
     size = settings.group_length(columns)
     scales, zeros = [], []
@@ -231,9 +233,9 @@ def _order(diagonal: Tensor, settings: Gptq, size: int) -> Tensor | None:
 
 def find_params(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:
     """Return scale and zero, float32 [out, n], of ``groups`` [out, n, weights per group], as
-    gptqmodel computes them, with one exception: it gives a symmetric group without negative weights
-    the range from 0, whose upper half has no codes, so that it clips at about half of the largest
-    weight."""
+    gptqmodel computes them: the range holds 0, and is −1 to 1 for a group of zeros. One exception:
+    a symmetric group's range is always symmetric. Without negative weights gptqmodel's begins at 0;
+    its upper half has no codes, and weights are clipped at about half of the largest."""
     largest = torch.full((), 2.0**settings.num_bits - 1, device=groups.device)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     if settings.symmetric:

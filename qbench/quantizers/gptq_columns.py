@@ -53,8 +53,9 @@ def _columns_kernel(
 def block(
     work: Tensor, upper: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of ``gptq._block``; all arguments are float32 but ``group``. ``work``
-    [rows, up to 128] is not changed."""
+    """Quantize the columns of ``work`` [rows, up to 128] by Triton. Return codes, and errors over
+    the diagonal of ``upper``, both float32 [rows, columns]. Arguments are those of ``gptq._block``,
+    float32 but ``group``; the columns of a row must be contiguous. ``work`` is not changed."""
     rows, width = work.shape
     assert width <= WIDTH
     assert work.stride(1) == 1

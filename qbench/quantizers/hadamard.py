@@ -21,7 +21,8 @@ CHUNK = 64  # largest Sylvester matrix that is multiplied by at once
 
 def factors(order: int) -> tuple[int, ...] | None:
     """Return the orders of the matrices whose Kronecker product is the Hadamard matrix of
-    ``order``: a Paley matrix first, if needed, then powers of two; None if none can be built."""
+    ``order``: a Paley matrix first, if needed, then powers of two up to ``CHUNK``; None if none can
+    be built."""
     power = order & -order
     odd, paley = order // power, 1
     if odd > 1:
@@ -46,7 +47,8 @@ def _prime(order: int) -> int | None:
 
 @functools.cache
 def matrix(order: int) -> Matrix:
-    """Return the Hadamard matrix, entries ±1, of an ``order`` that is a power of two or Paley's."""
+    """Return the Hadamard matrix int8 [order, order], entries ±1, of an ``order`` in ``factors``: a
+    power of two or Paley's."""
     from scipy.linalg import hadamard  # slow to import, and settings need only factors
 
     if order & (order - 1) == 0:

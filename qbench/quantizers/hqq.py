@@ -24,6 +24,7 @@ class Layer(HQQLinear):
     """hqq's layer; it dequantizes only once if there is memory for the weight."""
 
     def dequantize(self) -> Tensor:
+        """Return the weight [out, in] as hqq computes it, kept as ``kept_weight`` says."""
         stored = (self.W_q, self.meta["zero"], self.meta["scale"])
         return kept_weight(self, stored, super().dequantize)
 

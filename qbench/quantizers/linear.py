@@ -81,6 +81,8 @@ class QuantizedEmbedding(nn.Module):
 
     @property
     def layer(self) -> nn.Module:
+        """Return the quantized layer in whose weight tokens are looked up; it may be the
+        LM head."""
         return self._layer[0]
 
     @property
@@ -128,8 +130,8 @@ def kept_in_float32(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 def linearize(model: nn.Module) -> None:
     """Replace every Conv1D (of GPT-2: a linear layer with a transposed weight) and experts that are
-    stored as one parameter by linear layers, in place; not the LM head. Raises QuantizationError
-    for these in a streamed model."""
+    stored as one parameter by linear layers, in place. Raises QuantizationError for these in a
+    streamed model."""
     others = {
         name: module
         for name, module in model.named_modules()
@@ -366,7 +368,8 @@ def expert_parts(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None
 
 
 class Experts(nn.Module):
-    """Compute the same as the ``fused`` experts, expert by expert, with linear layers."""
+    """Compute the same as the ``fused`` experts, expert by expert, with linear layers. The
+    parameters of ``fused`` are removed from it."""
 
     def __init__(self, fused: nn.Module) -> None:
         super().__init__()
@@ -406,7 +409,8 @@ class Experts(nn.Module):
 
 
 def linear_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a linear layer over ``weight`` [out, in], not copied, and a copy of ``bias`` [out]."""
+    """Return a linear layer over ``weight`` [out, in], which is copied only if it is not
+    contiguous, and a copy of ``bias`` [out]."""
     layer = nn.Linear(1, 1, bias=False, device="meta")
     layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)

@@ -56,7 +56,7 @@ def loadable_methods() -> tuple[str, ...]:
 
 
 def format_rows() -> Iterator[tuple[str, str]]:
-    """Yield each format and what loads it, for ``qbench list formats``."""
+    """Yield (format, what loads it) in words, for ``qbench list formats``."""
     for name in loadable_methods():
         loader = "gptqmodel" if name in BY_GPTQMODEL else "transformers"
         loader += ", as a GGUF file llama.cpp" if name == GGUF else ""
@@ -109,7 +109,7 @@ class PublishedCopy(Published):
     """A quantized copy whose files are in ``folder``, with their ``digest``.
 
     ``format``: its quant_method; ``config``: its quantization_config. ``stored_bits``: bits per
-    quantized weight in its files, ``least_bits`` those of the layer with the fewest; None for a
+    quantized weight in its files, ``fewest_bits`` those of the layer with the fewest; None for a
     copy without its original, whose weights cannot be counted. ``ignore``: layers that are stored
     unquantized; ``ends_quantized``: embeddings or LM head are quantized.
     """
@@ -128,25 +128,29 @@ class PublishedCopy(Published):
 
     @property
     def method(self) -> str:
+        """Return what tables group cells by, such as ``published awq``."""
         return f"published {self.format}"
 
     @property
     def title(self) -> str:
+        """Return the method as tables write it, such as ``awq, as published``."""
         return f"{self.format}, as published"
 
     @property
     def num_bits(self) -> float:
-        """Return the bits per code: stored bits per weight rounded down; scales take less than
-        1."""
+        """Return the bits per code, at least 1: stored bits per weight rounded down, since scales
+        take less than 1; if these are not counted, the bits that the configuration states."""
         counted = self.stored_bits or stated_bits(self.format, self.config)
         return math.floor(counted) or 1
 
     @property
     def least_bits(self) -> float:
+        """Return the bits per code of the layer with the fewest, counted like ``num_bits``."""
         return max(1, math.floor(self.fewest_bits or self.num_bits))
 
     @property
     def scheme(self) -> str:
+        """Return format and stored bits, such as ``awq, 4.25 bits per weight``."""
         stored = "" if self.stored_bits is None else f", {self.stored_bits:.3g} bits per weight"
         return f"{self.format}{stored}"
 
@@ -163,6 +167,7 @@ class PublishedCopy(Published):
 
     @property
     def precision(self) -> Precision:
+        """Return bits and scheme of weights, activations and KV cache, by its configuration."""
         words = f"{self.scheme}, weights only" if self.weights_only else self.scheme
         return Precision(
             weights=Part(bits=self.num_bits, scheme=words),
@@ -172,10 +177,12 @@ class PublishedCopy(Published):
 
     @property
     def batch_invariant(self) -> bool:
+        """Return false if activations share a scale over tokens."""
         return not shares_scales(self.config)
 
     @property
     def note(self) -> str:
+        """Return what is scored, for the log: the format, and whether only its weights count."""
         return f"{self.format}, as published{f'; {WEIGHTS_ONLY}' if self.weights_only else ''}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,6 +197,9 @@ class PublishedCopy(Published):
         }
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
+        """Raise RecipeError if an installed library or this processor would compute another model
+        than the copy's: int8 products by torchao on some CPUs, a KV cache that is left unquantized.
+        """
         sums = self.format == "torchao" and self.activations is not None and device == "cpu"
         if sums and (why := machine.int8_problem()):
             raise RecipeError(
@@ -208,12 +218,14 @@ class PublishedCopy(Published):
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """On CPUs bitsandbytes 0.50 reads 4-bit rows of whole blocks alone."""
+        """Return (1, 64) for 4-bit bitsandbytes on a CPU, which reads whole blocks alone; else (1,
+        1)."""
         on_cpu = self.format == "bitsandbytes" and self.num_bits == 4 and self.device == "cpu"
         return (1, 64) if on_cpu else (1, 1)
 
     @property
     def runtime(self) -> Runtime:
+        """Return ``llama.cpp`` for a GGUF file, else ``transformers``."""
         return "llama.cpp" if self.format == GGUF else "transformers"
 
     @property
@@ -225,12 +237,14 @@ class PublishedCopy(Published):
 
     @property
     def error_bound(self) -> float:
+        """Return the bound of rounding to the bits of the layer with the fewest, at least 2."""
         least = max(2, self.least_bits)
         return ROUNDING_BOUND[max(width for width in ROUNDING_BOUND if width <= least)]
 
     @property
     def agreement(self) -> dict[str, tuple[float, float]]:
-        """Libraries multiply in float16 or bfloat16."""
+        """Return wide bounds, the same for each dtype, since libraries multiply in float16 or
+        bfloat16; wider ones if inputs are rounded."""
         rounded = self.activations is not None
         return dict.fromkeys(UNQUANTIZED, (2e-2, ACTIVATION_AGREEMENT) if rounded else (5e-3, 1e-2))
 
@@ -294,7 +308,8 @@ def stated_bits(method: str, config: Mapping[str, Any]) -> float:
 
 
 def number_bits(dtype: str) -> int:
-    """Return the bits of one number of a safetensors dtype: 16 of BF16, 8 of F8_E4M3 and BOOL."""
+    """Return the bits of one number of a safetensors dtype by its name: 16 of BF16, 8 of F8_E4M3; 8
+    of a name without digits, such as BOOL."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8
 

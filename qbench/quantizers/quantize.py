@@ -133,12 +133,13 @@ def quantize(
     normalizer_source: str | None = None,
     progress: Advance = lambda done, total: None,
 ) -> tuple[PreTrainedModel, str]:
-    """Return ``model`` quantized by ``config``, and a line that says how it was made.
+    """Return ``model`` quantized by ``config``, and a line that says how it was made. An
+    unquantized config, and one whose model is loaded quantized, return ``model`` as it is.
 
     ``model``, on its device in ``config.compute_dtype``, must not be used afterwards. ``digest``:
-    of the original weights. ``artifacts``: root folder of quantized weights. ``normalizer_source``:
-    digest of the plug-in that defines the model's normalizer, if any. ``progress(done, total)`` is
-    called meanwhile. The model's attention function does not change.
+    of the original weights. ``artifacts``: root folder of quantized weights, read and written.
+    ``normalizer_source``: digest of the plug-in that defines the model's normalizer, if any.
+    ``progress(done, total)`` is called meanwhile. The model's attention function does not change.
 
     Raises QuantizationError if a method refuses the model, UnavailableError if its library is
     missing.
@@ -190,7 +191,7 @@ def make(
     calibration: Calibration | None,
     progress: Advance,
 ) -> tuple[Tensors, str]:
-    """Return the tensors to store, and a line on how they were made; ``model`` is overwritten.
+    """Return the tensors to store, and a line on how they were made; ``model`` may be overwritten.
 
     Tensors ``weights:<module>/<part>`` belong to the module that replaces a layer; those of other
     kinds are named ``<kind>:…`` by their backend. Raises QuantizationError if a method refuses the
@@ -235,7 +236,7 @@ def apply(model: PreTrainedModel, config: QuantizationConfig, tensors: Tensors) 
 
 def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict[str, Any]:
     """Return, by module's name, what the backend reports of the part ``kind`` in ``model``, for the
-    audit; for weights functions that unpack them."""
+    audit: for weights functions that unpack them; {} if ``config`` does not quantize that part."""
     settings = getattr(config, kind)
     if settings is None:
         return {}

@@ -153,7 +153,7 @@ def config_of(
 ) -> QuantizationConfig:
     """Return the config of a quantizer: a text of this module's grammar, or a recipe's mapping
     without its label. Without weights the model stays unquantized, in ``compute_dtype``. Raises
-    RecipeError."""
+    RecipeError for an unknown name, part or option, and for parts that do not go together."""
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     for earlier, key in removed.RENAMED_PARTS.items():
         if earlier in options and key not in options:
@@ -252,7 +252,7 @@ def unquantized_dtype(entries: Sequence[Any]) -> str:
 
 def split_commas(text: str) -> list[str]:
     """Return the parts of ``text`` between commas outside brackets; ``option=value`` stays with the
-    name before it."""
+    name before it: "a:x=1,y=2,b" gives ["a:x=1,y=2", "b"]."""
     items: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])*", text):
         if items and re.match(r"\s*\w+=", item):

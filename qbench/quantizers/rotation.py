@@ -52,7 +52,8 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """Return x H / √n along the last axis of ``x`` [..., n], in its dtype."""
+    """Return x H / √n along the last axis of ``x`` [..., n], in its dtype; n must have
+    ``hadamard.factors``."""
     order = x.shape[-1]
     parts = factors(order)
     y, after = x, order

@@ -140,7 +140,7 @@ def stored_size(
     modules: Iterable[ModuleAudit],
 ) -> StoredSize:
     """Return the stored size of ``original``, whose matrices are ``originals``, with the audited
-    ``modules`` in their place; for a published copy the size of its files."""
+    ``modules`` in their place; for a published copy the size of its files, None if not counted."""
     if weights is not None and weights.prequantized:
         return weights.size
     head = original.get_output_embeddings()

@@ -25,8 +25,8 @@ HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationText:
     """``samples`` documents of ``length`` tokens, drawn by ``seed`` from a file with ``digest``.
-    ``bos``: whether each begins with BOS, as every scored text does; None if the tokenizer
-    decides."""
+    ``bos``: whether each begins with BOS, as every scored text does; None: if the tokenizer puts
+    one before a text, which the caller finds out."""
 
     path: Path
     digest: str  # SHA-256 of the file's bytes
@@ -37,9 +37,10 @@ class CalibrationText:
 
 
 def find_text(address: str, *, data: Path | None) -> Path:
-    """Return the local file of a calibration ``address``, a path or a file of the hub. With a
-    ``data`` folder the hub is not used: the only file of a folder ``calibration`` in ``data`` or
-    beside it takes the place of the hub's. Raises RecipeError and DataError."""
+    """Return the local file of a calibration ``address``: a path, which need not exist, or a file
+    of the hub, which is fetched. With a ``data`` folder the hub is not used: the only file of a
+    folder ``calibration`` in ``data`` or beside it takes the place of the hub's. Raises RecipeError
+    for an address that is malformed, DataError if there is no such file, or more than one."""
     if not address.startswith(HUB_FILE):
         return Path(address).resolve()
     if data is not None:
@@ -76,8 +77,8 @@ def find_text(address: str, *, data: Path | None) -> Path:
 
 def read_texts(path: Path, *, most: int | None = None, digest: str | None = None) -> list[str]:
     """Return the ``text`` of each of the first ``most`` lines (None: all) of a JSON Lines file,
-    blank lines left out. ``digest``: the SHA-256 that the file must have. Raises DataError with
-    file and line."""
+    which may be gzipped; blank lines are left out. ``digest``: the SHA-256 that the file must have.
+    Raises DataError with file and line."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; name JSON Lines with a text field")
     if digest not in (None, file_digest(path)):

@@ -345,6 +345,8 @@ class SlotLayer(DynamicLayer):
         return self.keys[:, :, : at.end + 1], self.values[:, :, : at.end + 1]
 
     def get_seq_length(self, *args: Any) -> int:
+        """Return the column that is written next, counted from the first column of the prompts
+        being read, if any are."""
         return self.at.end if self.at.reading is None else self.at.end - self.at.first
 
     def shift(self, columns: int) -> None:

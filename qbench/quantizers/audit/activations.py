@@ -33,9 +33,10 @@ DIFFERENT = 0.01  # share of values that may differ by a step: ties, and scales 
 def measure_inputs(
     originals: Mapping[str, Matrix], quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[ActivationAudit, list[str]]:
-    """Measure, on token ids ``probe`` [B, T], the inputs of every module of ``quantized`` that
-    multiplies by a matrix of ``originals`` (by name); return the measurements, and a line per
-    problem."""
+    """Measure, on token ids ``probe`` [B, T], the quantized inputs of the modules of ``quantized``
+    that multiply by a matrix of ``originals`` (by name). Return the measurements, and a line per
+    problem: also for an input that is not quantized and that ``ignore`` of the activations does not
+    name."""
     part, about = config.precision.activations, evidence_of(quantized, config, "activations")
     ignored = matching(originals, config.activations.ignore)
     ignored |= {name for name, matrix in originals.items() if matrix.holder == KEPT}
@@ -110,7 +111,8 @@ class Rounding:
         return relative_error(self.error_squared, self.norm_squared)
 
     def add(self, before: Tensor, after: Tensor) -> None:
-        """Compare values ``before`` and ``after`` rounding, both [..., n], with the definition."""
+        """Compare values ``before`` and ``after`` rounding, both [..., n], with the definition; add
+        what is found to the sums and the problems."""
         rounded = groups_of(after, self.about)
         self.levels = max(self.levels, int(levels(rounded)))
         rounded = rounded.double()
@@ -158,8 +160,8 @@ class _InputWatch(Rounding):
 
 
 def groups_of(x: Tensor, about: ActivationEvidence) -> Tensor:
-    """Return ``x`` [..., in] as [groups, values that share a scale]; one group if the tensor has
-    one."""
+    """Return ``x`` [..., in] as [groups, values that share a scale]; a single group if the format
+    has one scale for the tensor."""
     size = about.format.group_size
     if about.format.strategy == "tensor":
         return x.reshape(1, -1)

@@ -33,7 +33,8 @@ def measure_kv(
     quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[KVAudit | None, list[str]]:
     """Measure the keys and values that ``quantized`` reads from its KV cache on token ids ``probe``
-    [B, T]; return the audit (None without a cache), and a line per problem."""
+    [B, T]; return the audit (None if no attention read a quantized cache), and a line per problem.
+    """
     installed = evidence_of(quantized, config, "kv_cache")
     problems = [
         f"{name}: its KV cache is not quantized"
@@ -101,7 +102,7 @@ def measure_kv(
 def wrong_output(call: Call) -> str | None:
     """Return why attention's output is wrong; None if for the last queries of the first sequence it
     is nearer to attention over the quantized keys and values than halfway to attention over
-    unquantized ones. Computed in float32."""
+    unquantized ones, or within rounding of it. Computed in float32."""
     last, trace = slice(-QUERIES, None), call.trace
     mask = None if call.mask is None else call.mask[:1, :, last]
 

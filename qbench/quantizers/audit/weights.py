@@ -510,8 +510,8 @@ def forward_weight(
     module: nn.Module, in_features: int, dtype: torch.dtype, size: float = 1.0
 ) -> Tensor:
     """Return the weight [out, in] that ``module``'s forward pass multiplies by, in the dtype of its
-    output. Each row of the identity, times ``size``, picks one column, so only the weight itself is
-    rounded."""
+    output. Each row of the identity in ``dtype``, times ``size``, picks one column, so only the
+    weight itself is rounded. A bias is set to 0 meanwhile."""
     attributes = (value for value in vars(module).values() if isinstance(value, Tensor))
     device = next(t.device for t in (*module.parameters(), *module.buffers(), *attributes))
     bias = None if module.bias is None else module.bias.detach().clone()
@@ -569,8 +569,8 @@ def recorded_dtypes(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str
 
 
 def failing_layer(error: BaseException, model: nn.Module) -> str:
-    """Return ``<module's name>: <remedy>`` if ``error`` is about a missing attribute of a module of
-    ``model``; "" for other errors."""
+    """Return ``<module's name>: <remedy>: ``, the beginning of a message, if ``error`` is about a
+    missing attribute of a module of ``model``; "" for other errors."""
     module = getattr(error, "obj", None)
     name = next((name for name, each in model.named_modules() if each is module), None)
     if not isinstance(error, AttributeError) or not name:
@@ -579,7 +579,7 @@ def failing_layer(error: BaseException, model: nn.Module) -> str:
 
 
 def relative(tensor: Tensor, expected: Tensor) -> float:
-    """Return ‖tensor − expected‖ / ‖expected‖."""
+    """Return ‖tensor − expected‖ / ‖expected‖ as ``relative_error`` does."""
     return relative_error(*numbers(_squares("", tensor, expected)).values())
 
 

@@ -37,6 +37,7 @@ class ByCommand(LibraryMade):
     scheme = property(lambda self: f"as {Path(self.command.partition(' ')[0]).name} writes it")
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
+        """Raise RecipeError if the command lacks a placeholder, or if its program is not found."""
         if not all(part in self.command for part in ("{model}", "{out}")):
             raise RecipeError(
                 "command: must contain the placeholders {model} (input folder) and {out} (output "
@@ -47,6 +48,8 @@ class ByCommand(LibraryMade):
 
 
 def make(model: Path, out: Path, texts: Texts, settings: ByCommand) -> None:
+    """Run the settings' command with its placeholders replaced; it writes the copy of ``model`` to
+    the folder ``out``. Raises SystemExit if its exit code is not 0."""
     from safetensors.torch import save_file
 
     with TemporaryDirectory() as folder:

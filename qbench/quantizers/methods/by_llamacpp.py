@@ -39,6 +39,8 @@ class Gguf(LibraryMade):
     blocks = property(lambda self: (1, TYPES[self.type][1]))
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
+        """Raise RecipeError if the library is missing, or for a model that is not a Llama with
+        plain RoPE."""
         super().check(config, device)
         rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
         if config.get("model_type") != "llama" or rope != "default" or config.get("rope_scaling"):
@@ -50,6 +52,7 @@ class Gguf(LibraryMade):
 
 
 def make(model: Path, out: Path, texts: Texts, settings: Gguf) -> None:
+    """Write ``model`` as ``model.gguf`` to the folder ``out``; ``texts`` are not used."""
     from qbench.quantizers.gguf_file import write_llama
 
     (path,) = Path(importlib.util.find_spec("xllamacpp").origin).parent.glob("xllamacpp*.so")

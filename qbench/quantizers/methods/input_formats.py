@@ -81,6 +81,7 @@ class RoundedInputs(Activations):
 
     @property
     def precision(self) -> Precision:
+        """Return bits and scheme of the inputs, such as ``int8 per token, symmetric``."""
         form = self.format
         if self.element in BLOCK_FORMATS:
             of_layer = "" if form.dynamic else ", tensor scale static"
@@ -95,14 +96,17 @@ class RoundedInputs(Activations):
 
     @property
     def needs_calibration(self) -> bool:
+        """Return whether scales are fixed on calibration text."""
         return not self.format.dynamic
 
     @property
     def batch_invariant(self) -> bool:
+        """Return false if one scale is taken from a whole batch."""
         return not self.format.one_of_tensor
 
     @property
     def blocks(self) -> tuple[int, int]:
+        """Return (1, values that share a scale): inputs must be whole groups."""
         return 1, max(1, self.format.group_size)
 
 

@@ -65,10 +65,13 @@ class KVCache(Settings):
 
     @property
     def batch_invariant(self) -> bool:
+        """Return false if one scale is taken from a whole batch."""
         return not self.format.one_of_tensor
 
     @property
     def precision(self) -> Precision:
+        """Return bits and scheme of keys and values, such as ``int4 per token in groups of 32
+        channels``."""
         shared = "per tensor" if self.scales == "tensor" else "per head and token"
         if self.group_size != WHOLE_ROW:
             shared = f"per token in groups of {self.group_size} channels"

@@ -51,9 +51,12 @@ class LibraryMade(WeightSettings):
 
     @property
     def note(self) -> str:
+        """Return which library made the copy, for the log."""
         return f"made by {self.package}"
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
+        """Raise RecipeError if the library is missing, or needs a GPU and ``device`` is
+        not "cuda"."""
         if importlib.util.find_spec(self.package) is None:
             install = f"-e '.[{self.extra}]'" if self.extra else self.requirements[0]
             raise RecipeError(

@@ -100,6 +100,8 @@ class Mixed(WeightSettings):
         return replace(self, layers=fits)
 
     def check_layers(self, shapes: Shapes) -> None:
+        """Raise QuantizationError for a layer without a pattern, a pattern without a layer, and
+        layers that do not fit their settings."""
         for names, chosen, mine in self.by_settings(shapes):
             if not mine:
                 raise QuantizationError(
@@ -124,22 +126,27 @@ class Mixed(WeightSettings):
 
     @property
     def num_bits(self) -> float:
+        """Return the most bits that a pattern's settings have; 16 without patterns."""
         return max((chosen.num_bits for _, chosen in self.layers), default=UNQUANTIZED_BITS)
 
     @property
     def scheme(self) -> str:
+        """Return each pattern with its scheme, joined by ``;``."""
         return "; ".join(f"{names}: {chosen.scheme}" for names, chosen in self.layers)
 
     @property
     def needs_calibration(self) -> bool:
+        """Return whether the settings of any pattern need calibration text."""
         return any(chosen.needs_calibration for _, chosen in self.layers)
 
     @property
     def batch_invariant(self) -> bool:
+        """Return whether the settings of all patterns are batch-invariant."""
         return all(chosen.batch_invariant for _, chosen in self.layers)
 
     @property
     def requirements(self) -> tuple[str, ...]:
+        """Return the distributions that any pattern's settings require, each once."""
         named = [name for _, chosen in self.layers for name in chosen.requirements]
         return tuple(dict.fromkeys(named))
 

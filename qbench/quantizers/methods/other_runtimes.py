@@ -43,14 +43,17 @@ class LmEvalModel(WeightSettings):
 
     @property
     def num_bits(self) -> float:
+        """Return ``bits``, as the recipe states them."""
         return self.bits
 
     @property
     def scheme(self) -> str:
+        """Return the scheme for records, ``as vllm runs it``: the weights are not seen."""
         return f"as {self.model} runs it"
 
     @property
     def note(self) -> str:
+        """Return what ran the model, for the log: lm-eval's class, not audited."""
         return f"lm-eval's {self.model}, not audited"
 
     def check(self, config: Mapping[str, Any], device: str) -> None:

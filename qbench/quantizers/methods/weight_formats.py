@@ -43,26 +43,31 @@ class RoundedWeights(WeightSettings):
 
     @property
     def num_bits(self) -> int:
+        """Return the bits of a code, scales left out."""
         return self.format.num_bits
 
     @property
     def method(self) -> str:
+        """Return what tables group cells by: ``int8``, ``fp8``, ``nvfp4`` or ``mx``."""
         family = self.name.partition("-")[0]
         return "mx" if family in ("mxfp4", "mxfp8") else family
 
     @property
     def title(self) -> str:
+        """Return the method as tables write it, such as ``FP8 weights``."""
         family = self.name.partition("-")[0]
         return f"{'Int8' if family == 'int8' else family.upper()} weights"
 
     @property
     def scheme(self) -> str:
+        """Return the scheme in the field's words: ``int8 per row``, ``nvfp4 in blocks of 16``."""
         if self.format.group_size == WHOLE_ROW:
             return f"{self.format.words} per {self.name.partition('-')[2]}"
         return f"{self.name} in blocks of {self.format.group_size}"
 
     @property
     def blocks(self) -> tuple[int, int]:
+        """Return (1, weights of a block): rows must be whole blocks."""
         return 1, max(1, self.format.group_size)
 
     def shared_bits(self, rows: int, columns: int) -> float:

@@ -40,6 +40,8 @@ class Grouped(WeightSettings):
 
     @property
     def blocks(self) -> tuple[int, int]:
+        """Return (1, group size); (group size, 1) for groups across rows; (1, 1) if no size is
+        fixed or the group is the whole row."""
         size = 1 if self.group_size in (None, WHOLE_ROW) else self.group_size
         return (1, size) if self.axis else (size, 1)
 
@@ -56,6 +58,7 @@ class GroupedIntegers(Grouped):
 
     @property
     def scheme(self) -> str:
+        """Return the scheme in the field's words: ``int4 in groups of 128``."""
         return f"int{self.num_bits} {shared_by(self.group_size or self.sizes[0])}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
@@ -79,6 +82,7 @@ class EvenlySpaced(GroupedIntegers):
 
     @property
     def scheme(self) -> str:
+        """Return the scheme in the field's words: ``int4 symmetric in groups of 128``."""
         kind, _, rest = super().scheme.partition(" ")
         return f"{kind} {'symmetric' if self.symmetric else 'asymmetric'} {rest}"
 
@@ -133,6 +137,7 @@ class ColumnOrder(EvenlySpaced):
 
     @property
     def scheme(self) -> str:
+        """Return the scheme with the order of columns: ``…, group-aware order``."""
         return f"{super().scheme}, {self.order} order"
 
     @property
@@ -187,6 +192,7 @@ class Bnb4(Bnb):
 
     @property
     def scheme(self) -> str:
+        """Return the scheme in the field's words: ``nf4 in blocks of 64``."""
         return f"{self.quant_type} in blocks of {BNB_BLOCK}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
@@ -246,6 +252,8 @@ class Hqq(Grouped):
 
     @property
     def scheme(self) -> str:
+        """Return the scheme in the field's words: ``int4 in groups of 64``; with float32 also that
+        scales and zeros are."""
         across = "" if self.axis == 1 else " across rows"
         wide = ", float32 scales and zeros" if self.compute_dtype == "float32" else ""
         return f"int{self.num_bits} in groups of {self.group_length(0)}{across}{wide}"
