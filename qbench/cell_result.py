@@ -134,8 +134,8 @@ class CellResult:
 
     def save(self, store: Store, error: str | None = None) -> Record:
         """Write and return the cell's record, with its tables unless it failed with ``error``. A
-        failed record keeps no scores; if a good one exists, it is returned without being
-        written."""
+        failed record keeps no scores, and is returned without being written if a good one is
+        stored."""
         records = [task.record for task in self.tasks]
         measured = {record.task: record.damage for record in records if record.damage is not None}
         record = Record(

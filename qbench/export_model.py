@@ -61,8 +61,9 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     """Return the finished cell of ``record`` with its model on ``device``.
 
     Quantized weights come from the cache or are computed again; their layers must equal the audited
-    ones. Raises ResultsError if this machine did not run the cell, if checkpoint, calibration text
-    or weights have changed, or if the cell is a published copy or another runtime's.
+    ones. Raises ResultsError if this machine did not run the cell, if checkpoint or weights have
+    changed, or if the cell is a published copy or another runtime's; DataError if its calibration
+    text is gone or changed.
     """
     name, parts = record.cell, record.key_parts
     sources = find_sources(cache, store.manifest())
@@ -142,12 +143,12 @@ def export_model(
     store: Store, record: Record, out: Path, cache: Path, chosen: str | None = None
 ) -> str:
     """Write the model of the finished cell of ``record`` and a model card to the new folder
-    ``out``, in the format ``chosen`` (None: the first that its method has). Return a line that says
-    how its weights were obtained, and how far the logits of the folder, loaded again, are from the
-    cell's.
+    ``out``, in the format ``chosen`` (None: the first that its method has). A copy that a library
+    made for the cell is copied as it is. Return a line that says how its weights were obtained, and
+    how far the logits of the folder, loaded again, are from the cell's.
 
-    Raises UnavailableError if no format can hold the cell, or if these logits differ by more than
-    rounding; ResultsError if the cell cannot be loaded.
+    Raises UnavailableError if no format, or not the chosen one, can hold the cell, or if these
+    logits differ by more than rounding; ResultsError if the cell cannot be loaded.
     """
     measured = load_measured(store, record, cache, record.key_parts["device"])
     config, name = measured.cell.quantization, record.cell
@@ -156,8 +157,12 @@ def export_model(
         raise UnavailableError(
             f"{name}: it {what}, for which there is no format; name a cell of quantized weights"
         )
+    made = isinstance(config.weights, MadeCopy)
+    if made and chosen not in (None, config.weights.format):
+        raise UnavailableError(f"{name}: its library wrote {config.weights.format}, which is "
+                               "copied as it is; leave --weights out")  # fmt: skip
     with new_folder(out) as making:
-        if isinstance(config.weights, MadeCopy):
+        if made:
             shutil.copytree(config.weights.folder, making, dirs_exist_ok=True)
             chosen = config.weights.format
         else:

@@ -132,8 +132,8 @@ class AnalysisResult(CellResult):
     def put(
         self, status: Literal["ok", "unfinished", "failed"], error: str | None
     ) -> Analysis | Sensitivity:
-        """Save the record unless it would replace a good one by another; return it in either case.
-        ``error``: why the analysis failed."""
+        """Return the record with ``status`` after saving it, unless it is not "ok" and one that is
+        has been saved before. ``error``: why the analysis failed."""
         kind = self.analyses.kind
         fields = self.common_fields(error) | self.contents | {"status": status}
         if kind is Sensitivity:

@@ -30,14 +30,16 @@ bench = CommandGroup("Measure speeds, in one run on one machine, after checking 
 
 
 def load(name: str) -> Any:
-    """Import qbench's module ``name``, which imports torch, hiding what libraries print."""
+    """Import qbench's module ``name``, which imports torch, and return it; what libraries print is
+    hidden."""
     with redirected(NOWHERE):
         return importlib.import_module(f"qbench.{name}")
 
 
 @contextmanager
 def quiet() -> Iterator[Callable[[str], None]]:
-    """Hide what libraries print in the body; yield a function that prints a line."""
+    """Hide what libraries print in the body; yield a function that prints a line to the
+    terminal."""
     with terminal() as screen, redirected(NOWHERE):
         yield lambda line: print(line, file=screen)
 

@@ -71,7 +71,7 @@ def budget(
     peers: Further quantizers to compare the mixes with by the same test, of any size; copies that
         are quantized already are named by --quantized.
     texts: Windows of the calibration text that costs are measured on; the others calibrate.
-    length: Tokens of each of these windows.
+    length: Tokens of each of these windows, at most those of --calibration-length.
     """
     budgets = {
         f"mix-{item}{suffix}": (_number(option, item), option.removeprefix("--"))

@@ -52,7 +52,7 @@ def list_command(
 
 
 def recipe_rows() -> Iterator[Row]:
-    """Yield the recipes that come with qbench, with the first sentence of their comments."""
+    """Yield (path, first sentence of its comment) of each recipe that comes with qbench."""
     folder = bundled_recipes()
     for path in sorted((*folder.glob("*.yaml"), *folder.glob("train/*.yaml"))):
         comment = takewhile(lambda line: line.startswith("# "), path.read_text().splitlines())

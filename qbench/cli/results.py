@@ -66,6 +66,8 @@ def show_tables(
 
 
 class Across(StrEnum):
+    """What ``check`` may find changed from the baseline."""
+
     weights = "weights"
     normalizer = "normalizer"
 

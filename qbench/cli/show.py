@@ -87,7 +87,8 @@ def export(
     folder: A results folder; with --model one cell, FOLDER/CHECKPOINT/NAME.
     to: lm-eval, model-card or archive.
     model: The folder to write: weights, config.json, tokenizer, a model card.
-    weights: Of --model: gptq or compressed-tensors for GPTQ and rounding to nearest.
+    weights: Format of --model: gptq (default) or compressed-tensors for GPTQ and rounding to
+        nearest, the other way round for mixes of them. Other methods have one.
     out: Where to write it. Default: FOLDER/export/FORMAT; for archive FOLDER.
     """
     if (to is None) == (model is None):
@@ -153,7 +154,8 @@ def cell_text(record: Record) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Return ``value`` with all floats in it rounded to four digits."""
+    """Return ``value`` with all floats in it, also within lists and mappings, rounded to four
+    significant digits."""
     if isinstance(value, Mapping):
         return {name: rounded(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -86,8 +86,8 @@ def view(
 
 def document_texts(sources: Sources, record: Record, task: str) -> dict[int, Question]:
     """Return the requests' texts of ``task`` as the record's cell scored them, by document index,
-    from the data files that the record names. Nothing comes from the network. Raises DataError if
-    the data are missing or have changed."""
+    from the data files that the record names. Nothing comes from the network: the hub is switched
+    off for the whole process. Raises DataError if the data are missing or have changed."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     scores = [score for score in record.scores if score.task == task]
     label = LABEL.fullmatch(scores[0].label)

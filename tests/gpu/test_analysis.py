@@ -48,7 +48,11 @@ def test_a_layer_alone_costs_on_a_gpu_what_it_costs_on_a_cpu(normalizer):
     checkpoint = find(str(DEMO / normalizer))
     ids = torch.randint(3, 400, (5, 100), generator=torch.Generator().manual_seed(0))
     found = {}
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+    for device, dtype in (
+        ("cpu", torch.float32),
+        ("cuda", torch.float32),
+        ("cuda", torch.bfloat16),
+    ):
         attention = "reference" if dtype == torch.float32 else "triton"
         model = load_model(checkpoint, dtype=dtype, device=device, attention=attention)
         baseline = Baseline(model, ids, batch=2)

@@ -18,7 +18,9 @@ from qbench.attention.transformers import attention_name
 from qbench.checkpoints import find
 from qbench.checkpoints.load import rotate_pairs
 from qbench.checkpoints.tokenizer import load_tokenizer
-from qbench.errors import QuantizationError, RecipeError
+from qbench.errors import QuantizationError, RecipeError, UnavailableError
+from qbench.export_model import export_model
+from qbench.files import cache_folder
 from qbench.plan import plan
 from qbench.quantizers.calibration import Calibration, read_calibration
 from qbench.quantizers.registry import settings_of
@@ -107,6 +109,10 @@ def test_a_command_writes_a_copy(tmp_path, monkeypatch):
     assert record.audit.passed
     assert record.method == "command"
     assert 8 < record.audit.size.bits_per_weight < 8.5
+    words = "its library wrote compressed-tensors, which is copied as it is; leave --weights out"
+    with pytest.raises(UnavailableError, match=words):
+        export_model(Store(out), record, tmp_path / "model", cache_folder(), "gptq")
+    assert not (tmp_path / "model").exists()
 
 
 def tensors(file):
