@@ -421,8 +421,9 @@ class Records(Generic[R]):
         return file.read(columns, use_threads=False)
 
     def payload(self, record: Record, name: Table) -> bytes:
-        """Return the bytes of a Parquet file, verified before a library parses them. Raises
-        DamagedError if it is missing or changed."""
+        """Return the bytes of a table of ``record``, a Parquet file, verified before a library
+        parses them. Raises DamagedError if the record has no such table, or if the file is missing
+        or changed."""
         if name not in record.files:
             path = self.path(record)
             raise DamagedError(f"{path}: no {name} were written with this record; {RUN_AGAIN}")
@@ -527,7 +528,8 @@ def task_key(
 
 
 def head_key(parts: Mapping[str, Any]) -> str:
-    """Return the key under which a cell keeps its LM head, the same for all of its tasks."""
+    """Return the key under which the cell with the key ``parts`` keeps its LM head, the same for
+    all of its tasks."""
     left_out = ("groups", "damage against", "tasks", "few-shot", "scoring")
     return content_key({name: part for name, part in parts.items() if name not in left_out})
 
@@ -576,7 +578,8 @@ REMEDY = "run again without --only: the unquantized cell is then made anew"
 
 
 def baseline_file(cache: Path, key: str) -> Path:
-    """Return the path of a task's hidden states, or of the LM head, under ``key``."""
+    """Return the path, in the folder ``cache``, of a task's hidden states, or of the LM head, under
+    ``key``."""
     return cache / "distributions" / f"{key[:KEY_DIGITS]}.safetensors"
 
 

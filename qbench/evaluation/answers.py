@@ -104,9 +104,10 @@ def answer(
     read: bool,
 ) -> Answered:
     """Generate an answer to each prompt of ``task``, up to one of the token ids ``ends`` or
-    ``max_new_tokens``, and return their outcomes and the trajectories: the answers of ``base``,
-    hidden states of the unquantized cell; if it is None, those just generated. With ``read`` the
-    trajectories are also scored, so that the scorer's observer sees them.
+    ``max_new_tokens``. Return their outcomes and the trajectories: the answers of ``base``, hidden
+    states of the unquantized cell; if it is None, those just generated. With ``read`` the
+    trajectories are also scored, so that the scorer's observer sees them. ``tokenizer`` has the
+    chat template; without one, prompts are continued as plain text.
 
     Raises EvaluationError if a prompt cannot be rendered or is too long.
     """
@@ -188,8 +189,8 @@ def _ask(
 def read_answers(
     scorer: Any, prompts: Sequence[AnswerPrompt], trajectories: Sequence[list[int]]
 ) -> None:
-    """Score the answers ``trajectories``, token ids per prompt, so that the scorer's observer sees
-    every token. Nothing is returned."""
+    """Score ``trajectories``, the token ids of the answer to each of ``prompts``, so that the
+    scorer's observer sees every token. Nothing is returned."""
     pairs = zip(prompts, trajectories, strict=True)
     requests = to_requests((prompt.ids, tokens, i) for i, (prompt, tokens) in enumerate(pairs))
     instances = [

@@ -816,7 +816,7 @@ def text_response(
     task: str, document: int, request: int, filter_: str | None, text: str
 ) -> Response:
     """Return the row of ``response_table`` for a generated text, cut to ``ANSWER_CHARACTERS``; its
-    last field counts the characters that were cut. ``filter_``: lm-eval's filter that made the
-    text; None: the text as the model wrote it."""
+    last field counts the characters that were cut. ``request``: index among the document's answers.
+    ``filter_``: lm-eval's filter that made the text; None: the text as the model wrote it."""
     kept = text[:ANSWER_CHARACTERS].encode(errors="replace").decode()  # Parquet is UTF-8
     return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))

@@ -166,8 +166,9 @@ def check(
 
 
 def require_same_data(cell: str, before: Record, after: Record) -> None:
-    """Raise ResultsError if two records of ``cell`` scored different data, by the digests in the
-    records or else in their keys; tasks of one record alone are not compared."""
+    """Raise ResultsError if the records ``before`` and ``after`` of ``cell`` scored different data,
+    by the digests in the records or else in their keys; tasks of one record alone are not compared.
+    """
     keyed = [record.key_parts.get("tasks") or {} for record in (before, after)]
     for task in dict.fromkeys([*before.documents, *keyed[0]]):
         stored = task in before.documents and task in after.documents
@@ -284,12 +285,13 @@ NAMED = 3  # layers named in a reason
 def layer_gates(
     cell: str, before: Audit, after: Audit, margins: Mapping[str, float]
 ) -> list[GateResult]:
-    """Compare each quantized layer with the baseline's: error, gain, levels and bits.
+    """Compare each quantized layer of the audit ``after`` with the baseline's, ``before``: error,
+    gain, levels and bits.
 
     Returns one result per measure, with the worst layer; a single one if all layers have the same
-    bits, or if some are no longer quantized; [] without layers. ``margins`` are in per cent. A
-    layer whose stored codes and measures are the same passes. Different codes are no failure in
-    themselves: processors and library versions round differently.
+    bits, or if some are no longer quantized; [] without layers. ``margins`` are in per cent, by
+    ``layer_error`` and its like. A layer whose stored codes and measures are the same passes.
+    Different codes are no failure in themselves: processors and library versions round differently.
     """
     old, new = ({layer.name: layer for layer in audit.modules} for audit in (before, after))
     if not old:

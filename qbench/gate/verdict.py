@@ -113,7 +113,8 @@ def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> G
 
 
 def failure(cell: str, reason: str, task: str = "", metric: str = "") -> GateResult:
-    """Return a failed result for a whole cell, or for one of its scores."""
+    """Return a failed result with its ``reason``: for the score ``task``, ``metric``, or for the
+    whole cell without these."""
     return GateResult(cell=cell, task=task, metric=metric, outcome="fail", reason=reason)
 
 

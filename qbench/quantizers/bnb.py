@@ -53,9 +53,9 @@ class Linear4(bitsandbytes.nn.Linear4bit):
         return self.in_features % BLOCK != 0
 
     def by_library(self, device_type: str) -> bool:
-        """Return whether bitsandbytes itself multiplies. It does not on a CPU, nor on a GPU for
-        rows that are not whole blocks: there it would dequantize as below, and warn that it is
-        slower."""
+        """Return whether bitsandbytes itself multiplies on a device of this type. It does not on a
+        CPU, nor for an expert, nor for rows that are not whole blocks: there it would dequantize as
+        below, and warn that it is slower."""
         return device_type != "cpu" and not (self.uneven or self.routed)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -156,9 +156,10 @@ def bias_of(layer: nn.Linear) -> Tensor | None:
 def kept_weight(
     module: nn.Module, stored: Sequence[Tensor], dequantize: Callable[[], Tensor]
 ) -> Tensor:
-    """Return ``dequantize()``, computed again only if a ``stored`` tensor changed or memory is
-    short (``FREE_GIB`` of the host's must be free, or half of a GPU's): dequantizing takes several
-    times as long as multiplying on a CPU, and up to forty launches per layer and batch on a GPU."""
+    """Return ``dequantize()``, kept as an attribute of ``module`` and computed again only if a
+    ``stored`` tensor changed or memory is short (``FREE_GIB`` of the host's must be free, or half
+    of a GPU's): dequantizing takes several times as long as multiplying on a CPU, and up to forty
+    launches per layer and batch on a GPU."""
     # an inference tensor has no version, and PyTorch refuses to change it
     now = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in stored]
     weight, before = getattr(module, KEPT_WEIGHT, (None, ()))
@@ -390,8 +391,8 @@ class Experts(nn.Module):
                 fused._parameters.pop(name, None)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the outputs [tokens, hidden] of the ``top_k_index`` [tokens, k] experts, weighted
-        by ``top_k_weights`` [tokens, k]."""
+        """Return the outputs [tokens, hidden] of the ``top_k_index`` [tokens, k] experts for
+        ``hidden_states`` [tokens, hidden], weighted by ``top_k_weights`` [tokens, k]."""
         (fused,) = self._fused
         result = torch.zeros_like(hidden_states)
         for expert in range(self.count):

@@ -103,7 +103,8 @@ def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]
 
 
 def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Return the codes, float32, whose levels are nearest to ``weight``."""
+    """Return the codes, float32, whose levels are nearest to ``weight``. ``scale`` and ``zero`` are
+    broadcast to its shape; codes are 0 to 2^``bits`` − 1."""
     return (torch.round(weight / scale) + zero).clamp_(0, 2**bits - 1)
 
 

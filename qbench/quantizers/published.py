@@ -253,7 +253,7 @@ class PublishedCopy(Published):
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every key and value of ``config``, at any depth."""
+    """Yield every key and value of the mapping ``config``, a quantization_config, at any depth."""
     for key, value in config.items():
         yield str(key), value
         for inner in value if isinstance(value, list) else [value]:
@@ -263,7 +263,7 @@ def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def rounded_part(config: Mapping[str, Any], kind: str) -> Part | None:
     """Return the part of a model whose key or type has ``kind`` in its name ("activation",
-    "kv_cache") if the configuration says that it is rounded; else None."""
+    "kv_cache") if its quantization_config says that it is rounded; else None."""
     if kind == "activation" and config.get("load_in_8bit"):
         return Part(bits=8, scheme="int8, outlier columns apart")  # LLM.int8
     for key, value in entries(config):
@@ -282,7 +282,8 @@ def rounded_part(config: Mapping[str, Any], kind: str) -> Part | None:
 
 
 def shares_scales(config: Mapping[str, Any]) -> bool:
-    """Return whether activations share a scale over tokens, so that scores depend on the batch."""
+    """Return whether by its quantization_config a copy's activations share a scale over tokens, so
+    that scores depend on the batch."""
     inner = [config, *(value for _, value in entries(config) if isinstance(value, Mapping))]
     by_tensor = any(part.get("strategy") == "tensor" and part.get("dynamic") for part in inner)
     dynamic = any("dynamicactivation" in str(v).lower() for k, v in entries(config) if k == "_type")
@@ -294,8 +295,8 @@ def shares_scales(config: Mapping[str, Any]) -> bool:
 
 
 def stated_bits(method: str, config: Mapping[str, Any]) -> float:
-    """Return the fewest bits of weights that the configuration, else the name of its format,
-    states; 16 if neither does."""
+    """Return the fewest bits of weights that a quantization_config states, or else the name of its
+    quantization type or ``method``; 16 if neither does."""
     if config.get("load_in_8bit") or config.get("load_in_4bit"):
         return 8 if config.get("load_in_8bit") else 4
     numbers = (v for k, v in entries(config) if k in ("bits", "num_bits", "w_bit", "nbits"))

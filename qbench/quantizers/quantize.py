@@ -95,8 +95,8 @@ class Artifact:
         self.path = Path(root) / original[:DIGITS] / name
 
     def read(self, device: torch.device) -> tuple[dict[str, Tensor], str] | None:
-        """Return the tensors by name and their note; None if there is no artifact. Raises OSError
-        or ValueError if the file is damaged."""
+        """Return the tensors by name, on ``device``, and their note; None if there is no artifact.
+        Raises OSError or ValueError if the file is damaged."""
         if not self.path.exists():
             return None
         # Not mapped: a mapped file could change, or end, under a running model.
@@ -217,8 +217,8 @@ def make(
 
 
 def apply(model: PreTrainedModel, config: QuantizationConfig, tensors: Tensors) -> PreTrainedModel:
-    """Return the quantized model: the unquantized ``model`` with the ``tensors`` of ``make``, which
-    are removed from the dictionary to free memory."""
+    """Return the quantized model: the unquantized ``model``, which is changed, with the ``tensors``
+    that ``make`` returned for ``config``. They are removed from the dictionary to free memory."""
     by_field: dict[str, Tensors] = {}
     for name in list(tensors):
         kind, _, rest = name.partition(":")

@@ -263,7 +263,7 @@ def run(
 ) -> Record:
     """Compute one cell and return its record, a failed one if an exception was raised. The record
     is written, but a failed one never replaces a good one. The libraries' output goes to the cell's
-    log."""
+    log. With ``reuse`` quantized weights and finished tasks are taken from the ``cache``."""
     result = CellResult(cell=cell, plan=plan, progress=progress)
 
     def work() -> None:

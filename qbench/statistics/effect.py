@@ -363,8 +363,8 @@ def drawing_error(
     scores: Iterable[Column], variances: Iterable[Column | None], aggregation: str
 ) -> float:
     """Return the standard error of a contrast of ``scores`` that comes from drawing answers, on the
-    scale that is compared; 0 if none are drawn. ``variances``: of the mean over each prompt's
-    answers; None if they are not drawn."""
+    scale that is compared by ``aggregation``; 0 if none are drawn. ``variances``, one per score: of
+    the mean over each prompt's answers; None if that score's answers are not drawn."""
     total = 0.0
     for column, variance in zip(scores, variances, strict=True):
         if variance is not None:
@@ -376,7 +376,8 @@ def drawing_error(
 def with_drawing_error(
     answer: Answer, scores: Iterable[Column], variances: Sequence[Column | None], aggregation: str
 ) -> Answer:
-    """Return ``answer`` with its ``drawn`` error, if any of its scores' answers are drawn."""
+    """Return ``answer`` with its ``drawn`` error, if any of its scores' answers are drawn. The
+    other arguments are those of ``drawing_error``."""
     if isinstance(answer, Missing) or not any(variances):
         return answer
     return dataclasses.replace(answer, drawn=drawing_error(scores, variances, aggregation))

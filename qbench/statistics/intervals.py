@@ -43,7 +43,8 @@ class Method:
         return type(self)(**{f.name: getattr(self, f.name)[..., places] for f in fields(self)})
 
     def interval(self, confidence: float | Floats) -> Ends:
-        """Return the lower and upper ends of two-sided intervals."""
+        """Return the lower and upper ends of two-sided intervals, for one ``confidence`` (0.95) or
+        one per estimate."""
 
     def upper_at(self, level: float | Floats) -> Floats:
         """Return the upper bound that excludes larger values at significance ``level``."""

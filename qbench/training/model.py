@@ -134,8 +134,9 @@ def initial_model(
     attention: str = "auto",
     **tokens: int | None,
 ) -> tuple[LlamaForCausalLM, str]:
-    """Return a float32 model with its initial weights, and its attention, such as
-    ``softpick/triton``. Seeds torch's global generator.
+    """Return a float32 model with its initial weights on ``device``, and its attention, such as
+    ``softpick/triton``. Seeds torch's global generator. ``normalizer`` may have a gate
+    (``softmax+head-gate``); ``attention`` names its implementation.
 
     The weights are drawn on the CPU and depend only on ``shape`` and ``seed``: they are the same
     for every attention function, whose own parameters come after, and so do gates. Parameters that

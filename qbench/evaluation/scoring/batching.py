@@ -117,8 +117,8 @@ class Counts:
     transformers_generation: dict[str, str] = field(default_factory=dict)
 
     def add_requests(self, task: str, count: int, truncated: int, max_length: int) -> None:
-        """Count a task's requests and those of them that were cut to ``max_length`` tokens,
-        ``truncated``. Raises EvaluationError if all were."""
+        """Add a task's ``count`` requests, of which ``truncated`` were cut to ``max_length``
+        tokens. Raises EvaluationError if all were."""
         self.requests += count
         self.truncated += truncated
         if truncated == count > 0:
@@ -131,8 +131,8 @@ class Counts:
 
 
 def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
-    """Raise EvaluationError for a token id of ``rows`` (those of the model's embedding) or more: on
-    a GPU it would end the process."""
+    """Raise EvaluationError for a token id in ``prompts`` that is ``rows`` (those of the model's
+    embedding) or more: on a GPU it would end the process."""
     most = max((max(tokens, default=0) for tokens in prompts), default=0)
     if most >= rows:
         raise EvaluationError(
@@ -400,8 +400,8 @@ class Packing:
     batch_tokens: int
 
     def plan(self, requests: Sequence[Request], *, windows: bool) -> list[Pack]:
-        """Return packs, the longest prefix groups first. ``windows``, of ``Padding.plan``, changes
-        nothing."""
+        """Return packs of ``requests``, the longest prefix groups first. ``windows``, of
+        ``Padding.plan``, changes nothing."""
         groups = prefix_groups(requests, self.max_length, self.batch_tokens)
         groups.sort(key=lambda group: (-group.tokens, group.prefix))
         packs: list[Pack] = []
@@ -465,9 +465,9 @@ class Pack(BatchPlan):
 def prefix_groups(
     requests: Sequence[Request], max_length: int, batch_tokens: int
 ) -> list[PrefixGroup]:
-    """Return one group per context, or several if its requests exceed a pack. A truncated context
-    is not shared, nor is one of a few tokens: every document's first rolling window has only the
-    prefix token as its context."""
+    """Return one group per context of ``requests``, or several if they exceed ``batch_tokens``, a
+    pack. A context that is truncated to fit ``max_length`` is not shared, nor is one of a few
+    tokens: every document's first rolling window has only the prefix token as its context."""
     by_context: dict[tuple[int, ...], list[int]] = {}
     for i, request in enumerate(requests):
         cut = len(request.tokens) - 1 > max_length

@@ -614,7 +614,8 @@ AttentionInterface.register(ON_DEVICE, _attend_slots)
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> set[int]:
-    """Return the ids that end an answer: EOS and those of generation_config.json."""
+    """Return the ids that end an answer: the tokenizer's EOS and those of
+    generation_config.json."""
     eos = generation_config.eos_token_id
     several = eos if isinstance(eos, list) else [eos]
     return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
@@ -624,8 +625,9 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> set[int]:
 def decode_by_transformers(
     model: Any, prompts: Sequence[Prompt], *, ends: Collection[int], batch_size: int
 ) -> list[list[int]]:
-    """Return what :func:`decode` returns, by transformers' ``generate``, for models that slots do
-    not support. At most ``batch_size`` prompts of one length share a batch, without padding."""
+    """Return the token ids that :func:`decode` returns, by transformers' ``generate``, for models
+    that slots do not support. An answer ends at its limit or with one of ``ends``. At most
+    ``batch_size`` prompts of one length share a batch, without padding."""
     check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
     answers: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))

@@ -261,7 +261,8 @@ def fit_settings(model: Any, settings: ScoringSettings) -> tuple[ScoringSettings
 
 
 def packing_problem(model: Any, decoder: torch.nn.Module) -> str | None:
-    """Return why packing changes the hidden states of texts; None if it does not."""
+    """Return why packing changes the hidden states that ``decoder`` computes of texts, as a line;
+    None if it does not."""
     if moving := moving_rope(model.config.to_dict()):
         return f"{moving} rotary angles depend on the batch"
     try:

@@ -74,7 +74,7 @@ class Projection:
 
 def probe_matmul(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> MatmulRounding:
     """Measure how many rows the head's product in ``dtype`` needs to round as a full product does:
-    compare parts of a random product [200, head's width] with the same rows of the whole. On a GPU
+    compare parts of a product of 200 or more random rows with the same rows of the whole. On a GPU
     nothing is measured: rows are taken out freely."""
     if device.type != "cpu":  # no claim to the bit there
         return MatmulRounding(rows=0, multiple=1, stable=True)
@@ -191,9 +191,9 @@ LogLikelihood = tuple[float, bool]  # in nats, and whether every token was the l
 def in_order(
     results: Sequence[tuple[Batch, RowScores]], count: int, *, exact: bool
 ) -> list[LogLikelihood]:
-    """Return the log-likelihood of each of the ``count`` requests, in input order, after one copy
-    to host memory. ``exact``: summed by torch in the dtype of the log-probabilities, which is
-    HFLM's rounding; else in float64."""
+    """Return the log-likelihood of each of the ``count`` requests, in input order, from
+    ``results``, batches in any order, after one copy to host memory. ``exact``: summed by torch in
+    the dtype of the log-probabilities, which is HFLM's rounding; else in float64."""
     values = torch.cat([scores.log_probability for _, scores in results]).cpu()
     likeliest = torch.cat([scores.likeliest for _, scores in results]).cpu().numpy()
     requests = np.concatenate([batch.request_indices for batch, _ in results])

@@ -295,8 +295,8 @@ class Scorer(LM):
         return generate(self.hflm, requests, progress=self._progress, counts=self._counts)
 
     def answer(self, prompts: Sequence[Prompt], ends: Collection[int]) -> list[list[int]]:
-        """Return the tokens of the model's answer to each prompt, up to and with one of
-        ``ends``."""
+        """Return the token ids of the model's answer to each of ``prompts``, up to and with one of
+        ``ends``, or up to the prompt's limit."""
         model = self.hflm.model
         if reason := unsupported_by_slots(model, [{}]):
             self._counts.transformers_generation[ANSWERS] = reason
@@ -506,10 +506,10 @@ def compare(
     by_bias: bool = False,
     population: int | None = None,
 ) -> DifferenceFromExact:
-    """Compare ``fast`` with ``exact`` scores of a sample, one entry per request: its document,
-    scored ``tokens`` and log-likelihood. With ``by_bias`` the sample is judged by its mean
-    difference alone; ``population``: documents it was drawn from. Raises EvaluationError for scores
-    that are not numbers."""
+    """Compare ``fast`` with ``exact`` scores of a sample of ``task``, one entry per request: its
+    document, scored ``tokens`` and log-likelihood. With ``by_bias`` the sample will be judged by
+    its mean difference alone; ``population``: how many documents it was drawn from. Raises
+    EvaluationError for scores that are not numbers."""
     if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
         why = "fast scoring gives NaN or infinite logits, exact does not; set scoring: exact"
         if not all(math.isfinite(score) for score, _ in exact):

@@ -61,8 +61,9 @@ def independence(
     probe: Tensor,
     row_by_row: RowByRow = nullcontext,
 ) -> tuple[BatchDependence, BatchDependence, list[str]]:
-    """Measure how far logits depend on later tokens, and on the other rows of a batch; return both,
-    and a line per dependence that the settings do not declare.
+    """Measure how far logits of ``quantized`` depend on later tokens, and on the other rows of a
+    batch; return both, and a line per dependence that ``config`` does not declare. ``original`` is
+    measured too if rounding might explain it.
 
     ``probe``: token ids [B ≥ 2, T]. In the context ``row_by_row(model)`` no row of its attention
     changes the last bits of another, as rows of a kernel's tile may: both models are measured in
