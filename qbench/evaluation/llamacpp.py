@@ -235,8 +235,9 @@ class LlamaCpp:
         longest: int | None = None,
         progress: Advance | None = None,
     ) -> list[list[int]]:
-        """Return each prompt's new token ids; arguments as in ``scoring.generate.decode``,
-        ``model`` unused."""
+        """Return each prompt's new token ids. Arguments are those of ``scoring.generate.decode``,
+        but ``model`` is not used, and an answer also ends once prompt and answer have ``longest``
+        tokens."""
         answers: list[list[int]] = []
         for index, prompt in enumerate(prompts):
             tokens, answer = list(prompt.ids), []

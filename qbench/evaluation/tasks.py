@@ -130,8 +130,8 @@ class TaskGroup:
 def expand(name: str, definitions: Path | None) -> tuple[list[str], list[TaskGroup]]:
     """Return the leaf tasks of ``name``: itself, or the members of a group or tag (tried in this
     order). Return also the groups, itself and groups within it, that have scores of their own
-    (``aggregate_metric_list``). Raises RecipeError for an unknown name, or a group that defines or
-    changes tasks within itself."""
+    (``aggregate_metric_list``). The folder ``definitions``, if given, is searched first. Raises
+    RecipeError for an unknown name, or a group that defines or changes tasks within itself."""
     if _find("task", name, definitions) is not None:
         return [name], []
     path = _find("group", name, definitions)

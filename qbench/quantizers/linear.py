@@ -358,8 +358,8 @@ def first_part(module: nn.Module) -> str | None:
 
 
 def expert_parts(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield ``<expert>.<part>``, weight [out, in] and bias [out] of each matrix of fused experts,
-    as views of the module's parameters."""
+    """Yield ``<expert>.<part>``, weight [out, in] and bias [out] (None without biases) of each
+    matrix of fused experts, as views of the module's parameters."""
     first = first_part(module)
     for expert in range(module.down_proj.shape[0]):
         for part in (first, DOWN):
@@ -411,7 +411,7 @@ class Experts(nn.Module):
 
 def linear_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Return a linear layer over ``weight`` [out, in], which is copied only if it is not
-    contiguous, and a copy of ``bias`` [out]."""
+    contiguous, and a copy of ``bias`` [out], if there is one."""
     layer = nn.Linear(1, 1, bias=False, device="meta")
     layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)

@@ -142,7 +142,8 @@ def _token(folder: Path) -> Iterator[str]:
 
 def requirements(tokens: Sequence[str], gpu: str | None) -> dict[str, Any]:
     """Return, by name, what every worker must have: otherwise its cells would have other keys, or
-    it could not write them. ``tokens``: files that it must see; ``gpu``: name of the GPU."""
+    it could not write them. ``tokens``: files that it must see; ``gpu``: name of the GPU, None on a
+    CPU."""
     seen = {f"access to {Path(token).parent}": True for token in tokens}
     return {"threads": 1, "qbench's code": code_digest(), "GPU": gpu, **versions(LIBRARIES), **seen}
 

@@ -114,8 +114,8 @@ class Effect:
         return "‡" if self.significant else ""
 
     def score_interval(self) -> tuple[float, float, float]:
-        """Return the ends of the interval and the standard error of a score in its units; those of
-        a perplexity are of its logarithm."""
+        """Return the ends of the interval and the standard error of a score in its units. Those of
+        a perplexity or KL divergence are converted from its logarithm; the ends may be infinite."""
         if self.kind == "difference":
             return self.low, self.high, self.stderr
         with np.errstate(over="ignore"):  # an end beyond the largest double is infinite

@@ -79,8 +79,8 @@ SEEDS_NOTE = "Trainings of one kind: their mean, in brackets the lowest and the 
 
 
 def table_4(results: AnalysisResults) -> list[Table]:
-    """Return the paper's table 4: a row per analyzed cell and group of trainings that were all
-    analyzed, with the KL divergence of each quantized cell of the same weights; [] without
+    """Return a list with the paper's table 4: a row per analyzed cell and group of trainings that
+    were all analyzed, with the KL divergence of each quantized cell of the same weights; [] without
     cells."""
     cells = {each.cell: [each] for each in results.cells}
     groups = {

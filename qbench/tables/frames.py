@@ -140,8 +140,8 @@ def seeds_csv(comparison: Comparison) -> str:
 
 
 def printed_table(comparison: Comparison, published: str) -> list[Table]:
-    """Return the table of a paper's printed scores beside ours, for cells that both have; an empty
-    list if there are none. ``published`` is a paper and the size of its models in
+    """Return a list with the table of a paper's printed scores beside ours, for cells that both
+    have; [] if there are none. ``published`` is a paper and the size of its models in
     ``published.csv``, such as softpick-340m. Raises RecipeError if it is unknown."""
     text = resources.files(__package__).joinpath("published.csv").read_text("utf-8")
     printed = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)

@@ -148,7 +148,7 @@ def effects_of(rows: Iterable[Row], *contrasts: str) -> list[Effect]:
 
 
 def ratio_notes(effects: Iterable[Effect]) -> list[str]:
-    """Return the line that explains ratios, if any of ``effects`` is one."""
+    """Return a list with the line that explains ratios if any of ``effects`` is one; else []."""
     return [RATIO_NOTE] if any(effect.kind == "log ratio" for effect in effects) else []
 
 
@@ -164,8 +164,8 @@ def missing_notes(rows: Iterable[Row], *contrasts: str) -> list[str]:
 
 
 def precision_notes(rows: Iterable[Row]) -> list[str]:
-    """Return a note on precisions such as W4A8, and one on weights rounded to a grid: symmetric or
-    not, group size, column order."""
+    """Return up to two notes: on precisions such as W4A8, and on weights rounded to a grid:
+    symmetric or not, group size, column order."""
     rows = list(rows)
     notes = [PRECISION_NOTE] if any(row.precision.in_parts for row in rows) else []
     schemes = {row.quantizer: row.precision.weights.scheme for row in rows if row.precision.weights}
@@ -487,8 +487,8 @@ def documents_text(line: Row) -> str:
 
 
 def against_table(comparison: Comparison) -> list[Table]:
-    """Return the table of the losses of each precision compared with ``comparison.against``, by
-    score; an empty list if that is None."""
+    """Return a list with the table of the losses of each precision compared with
+    ``comparison.against``, by score; [] if that is None."""
     rows = []
     for row in comparison.seeds or comparison.lines:
         if not row.redundant and (effects := row.of("against").values()):

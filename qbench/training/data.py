@@ -88,7 +88,7 @@ class AboutTokens(RecordModel, populate_by_name=True):
 
     @property
     def special(self) -> dict[str, int | None]:
-        """Return the ids of bos, eos and pad, by name."""
+        """Return the ids of bos, eos and pad, by name; None for one that the tokenizer lacks."""
         return {"bos": self.bos, "eos": self.eos, "pad": self.pad}
 
     @property

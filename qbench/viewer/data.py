@@ -370,8 +370,9 @@ def cell_page(store: Store, cell: int) -> Json:
 
 
 def documents(store: Store, cell: int, task: int) -> Json:
-    """Return, for task number ``task`` of cell number ``cell``, the columns of outcomes and
-    responses (None: not stored), KL per document, and the documents whose tokens the record has."""
+    """Return, for task number ``task`` of cell number ``cell``: ``outcomes`` and ``responses``
+    (None: not stored) by column, ``kl`` per document, and ``by_token``, the documents whose tokens
+    the record has."""
     record, name = _record(store, cell), _task(store, task)
     page: Json = {
         "cell": record.cell,

@@ -171,8 +171,9 @@ def encode_texts(
     add_bos: bool | None,
     prefix_id: int,
 ) -> list[list[int]]:
-    """Return token ids as HFLM makes them: with the special tokens that the tokenizer adds, unless
-    ``add_bos`` is False or the text begins with the text of the prefix token ``prefix_id``."""
+    """Return the token ids of each of ``texts`` as HFLM makes them: with the special tokens that
+    the tokenizer adds, unless ``add_bos`` is False or the text begins with the text of the prefix
+    token ``prefix_id``. None and True do the same."""
     prefix = tokenizer.decode(prefix_id)
     if add_bos is False or not prefix:
         return encode(tokenizer, texts, special_tokens=False)

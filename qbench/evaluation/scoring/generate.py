@@ -167,9 +167,10 @@ def _prompts(
 def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why transformers' ``generate`` must answer, through HFLM; None if slots can.
 
-    ``kwargs``: the requests' ``generation_kwargs``. A model is unsupported if a layer keeps more
-    than keys and values of all tokens, or rounds them depending on the other slots, or if rotary
-    angles depend on the batch.
+    Slots support no requests whose ``generation_kwargs``, listed in ``kwargs``, sample or set what
+    slots do not obey, as generation_config.json may. They support no model whose blocks lie on
+    several GPUs, of which a layer keeps more than keys and values of all tokens, or rounds them
+    depending on the other slots, or whose rotary angles depend on the batch.
     """
     if any(normalize_gen_kwargs(dict(settings))["do_sample"] for settings in kwargs):
         return "the task samples"

@@ -90,9 +90,9 @@ AttentionMaskInterface.register(WITH_MASKS, _mask_window)
 
 def rope_limit(config: Any) -> tuple[str | None, int | None]:
     """Return what makes logits depend on the longest text of a batch, a kind of rotary embedding or
-    ``top-k`` keys, and the number of tokens up to which they do not; (None, None) for other models,
-    or without ``config``, the text model's. A top-k over keys (DeepSeek V3.2, GLM-MoE-DSA) chooses
-    among equal scores by the text's length."""
+    ``top-k`` keys, and the number of tokens up to which they do not; (None, None) for other models.
+    ``config``: the text model's; may be None. A top-k over keys (DeepSeek V3.2, GLM-MoE-DSA)
+    chooses among equal scores by the text's length."""
     kind = None if config is None else moving_rope(config.to_dict())
     if kind is None and getattr(config, "index_topk", None):
         return "top-k", config.index_topk
