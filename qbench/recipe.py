@@ -56,7 +56,7 @@ TAG = "tag:yaml.org,2002:"
 PATTERNS = {
     f"^{NAME}$": NAME_RULE,
     LINE: "one line of text",
-    TASK: "the name of a task, without / and line breaks",
+    TASK: "the name of a task in one line, without / and \\",
     DIGEST: "a SHA-256, 64 hexadecimal digits",
 }
 
@@ -237,7 +237,7 @@ Text = Annotated[Line, Field(min_length=1)]
 def _is_folder(path: Path) -> Path:
     """Return ``path``. Raises ValueError if it is not a folder."""
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
-        raise ValueError(f"no such folder: {path}")
+        raise ValueError(f"no such folder: {path}; correct the path")
     return path
 
 
@@ -440,9 +440,10 @@ class Answers(Strict):
     @model_validator(mode="after")
     def _can_differ(self) -> Answers:
         if self.samples > 1 and self.temperature == 0:
-            raise problem(("temperature",), "at 0 all samples are alike; raise it or take 1 sample")
+            why = "at 0 all samples are alike; raise it, or set samples: 1"
+            raise problem(("temperature",), why)
         if is_prompt_file(self.prompts) and not os.path.isfile(self.prompts):
-            raise problem(("prompts",), f"no such file: {self.prompts}")
+            raise problem(("prompts",), f"no such file: {self.prompts}; name a JSON Lines file")
         return self
 
 

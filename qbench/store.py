@@ -598,4 +598,4 @@ def verify_baseline(path: Path, key: str) -> None:
     except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
     if about.get("key") != key:
-        raise ResultsError(f"{path}: of another cell than key {key[:KEY_DIGITS]}; {REMEDY}")
+        raise ResultsError(f"{path}: belongs to another key than {key[:KEY_DIGITS]}; {REMEDY}")

@@ -82,7 +82,9 @@ def budget(
         raise RecipeError("name a budget: --bits 3.5, or --gib 4")
     included = split_commas(include or "")
     if unknown := set(included) - {"lm_head", "embeddings"}:
-        raise RecipeError(f"--include {', '.join(sorted(unknown))}: possible: lm_head, embeddings")
+        raise RecipeError(
+            f"--include {', '.join(sorted(unknown))}: unknown; possible: lm_head, embeddings"
+        )
     choices, further = expand(split_commas(methods)), split_commas(peers or "")
     for peer in further:
         config_of(peer)  # raises for an unknown one
@@ -100,7 +102,9 @@ def budget(
         )
     source = find_calibration(launcher.recipe, needed=True)
     if source is None:
-        raise RecipeError("costs are measured on calibration text: add --calibration FILE")
+        raise RecipeError(
+            "calibration is missing: costs are measured on its text; add --calibration FILE"
+        )
     if source.samples <= texts:
         raise RecipeError(
             f"--texts {texts}: must be fewer than the {source.samples} windows of the calibration "

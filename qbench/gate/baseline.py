@@ -104,7 +104,7 @@ def make(store: Store, out: Path, *, replace: bool = False) -> None:
             "changed; then add --replace"
         )
     if out.exists() and not out.read_bytes().startswith(XZ_MAGIC):
-        raise ResultsError(f"{out}: not a baseline; name another file")
+        raise ResultsError(f"{out}: exists and is no baseline to replace; name another file")
     with TemporaryDirectory() as folder:
         copy = Store(Path(folder))
         for scored in results.cells.values():

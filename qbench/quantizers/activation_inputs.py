@@ -100,12 +100,12 @@ def calibrate(
     for name, (low, high) in ranges.items():
         if high < low:
             raise QuantizationError(
-                f"{name}: calibration text never reaches it; add text, or leave it out: "
+                f"{name}: no calibration text reaches this layer; add text, or leave it out: "
                 f"{ignore_advice([name], modules)}"
             )
         if not (low.isfinite() and high.isfinite()):
             raise QuantizationError(
-                f"{name}: its inputs on calibration text are not finite; leave it out: "
+                f"{name}: its inputs on calibration text are not finite; leave the layer out: "
                 f"{ignore_advice([name], modules)}"
             )
         if symmetric:

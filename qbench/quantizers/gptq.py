@@ -95,8 +95,8 @@ def _solve_layers(
     solved = solve(weight, hessian, settings, names[0])
     if not solved.weight.isfinite().all():
         raise QuantizationError(
-            f"{settings.name}: {names[0]}: its quantized weights are NaN; raise damp, or calibrate "
-            "on more text"
+            f"{settings.name}: {names[0]}: its quantized weights are NaN or infinite; raise damp, "
+            "or calibrate on more text"
         )
     parts = solved.weight.split([layer.out_features for layer in layers])
     for layer, part in zip(layers, parts, strict=True):

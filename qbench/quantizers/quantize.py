@@ -331,8 +331,8 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
     layers = _to_quantize(model, settings)
     if different := sorted(modules.keys() ^ layers.keys()):  # of a plug-in's quantizer
         raise QuantizationError(
-            f"{settings.name}: correct its plug-in, whose layers are not the model's: "
-            f"{some(different)}"
+            f"{settings.name}: its plug-in gave tensors for other layers than the model's; correct "
+            f"the plug-in: {some(different)}"
         )
     streamed = stream_of(model)
     for name, layer in layers.items():

@@ -68,8 +68,8 @@ def prompt(tokenizer, filler: list[int], key: str, length: int, place: float) ->
     room = length - count(build(0))
     if room < 0:
         raise ValueError(
-            f"its tokenizer takes {length - room} tokens for a prompt without filler, more than "
-            f"the {length} of this task; use a longer one"
+            f"the tokenizer takes {length - room} tokens for a prompt without filler, more than "
+            f"the {length} of this task; use a longer task"
         )
     text = build(room)
     for _ in range(4):  # text that was cut within a word may be encoded in another number of tokens

@@ -172,7 +172,7 @@ class Run:
         path = self.folder / TRAINING_FILE
         if not path.is_file():
             return None
-        remedy = f"remove {path}, and the same command writes it again from the last state"
+        remedy = f"remove {path}; the same command then writes the checkpoint from the last state"
         try:
             record = read_training(path)
         except (ValueError, DamagedError) as error:
@@ -185,7 +185,7 @@ class Run:
         for name, written in record.files.items():
             file = self.folder / name
             if not file.is_file() or file_digest(file) != written:
-                raise TrainingError(f"{file}: changed after training; {remedy}")
+                raise TrainingError(f"{file}: missing, or changed after training; {remedy}")
         return record
 
     def _require_same(self, settings_digest: str) -> None:
@@ -194,7 +194,7 @@ class Run:
         if settings_digest != self.settings_digest:
             raise TrainingError(
                 f"{self.folder}: holds a training of other settings, data or seed; name another "
-                "--out, or remove it"
+                "--out, or remove this folder"
             )
 
 

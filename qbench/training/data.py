@@ -122,16 +122,16 @@ def read_token_files(folder: Path) -> TokenFiles:
     except ValidationError as error:
         raise DataError(f"{path}: {validation_line(error)}; tokenize again") from None
     if not (folder / TOKENIZER).is_file():
-        raise DataError(f"{folder}: it has no {TOKENIZER}; tokenize again")
+        raise DataError(f"{folder}: {TOKENIZER} is missing; tokenize again")
     arrays, dtype = {}, np.dtype(about.dtype).newbyteorder("<")
     for part in PARTS:
         file = folder / f"{part}.bin"
         if not file.is_file() or file_digest(file) != getattr(about, part).sha256:
-            raise DataError(f"{file}: its content does not match its checksum; tokenize again")
+            raise DataError(f"{file}: missing, or changed after it was written; tokenize again")
         empty = not file.stat().st_size
         arrays[part] = np.empty(0, dtype) if empty else np.memmap(file, dtype, mode="r")
     if tokenizer_digest(folder) != about.tokenizer_digest:
-        raise DataError(f"{folder}: its tokenizer is not the one it was made with; tokenize again")
+        raise DataError(f"{folder}: its tokenizer did not make its token files; tokenize again")
     return TokenFiles(folder=folder, about=about, **arrays)
 
 
@@ -240,7 +240,8 @@ def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
     if len(texts) < count:
         raise DataError(
             f"{files.folder}: {len(texts)} held-out documents have {room} tokens or more, and "
-            f"watch.samples asks for {count}: lower it or watch.length, or tokenize more text"
+            f"watch.samples asks for {count}; lower watch.samples or watch.length, or tokenize "
+            "more text"
         )
     return [[*begin, *text.tolist()] for text in texts]
 
@@ -283,8 +284,8 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int) -
     if recipe.global_batch_size % at_once:
         raise RecipeError(
             f"batch.sequences {recipe.batch.sequences} × {processes} processes must divide "
-            f"the {recipe.global_batch_size} sequences of a step; lower it, here or with "
-            "--sequences"
+            f"the {recipe.global_batch_size} sequences of a step; lower batch.sequences in the "
+            "recipe or with --sequences"
         )
     if len(sequences(recipe, files)) < recipe.global_batch_size:
         raise RecipeError(
@@ -379,7 +380,9 @@ def documents(source: str) -> Iterator[str]:
     except DataError:
         raise
     except Exception as error:  # whatever files, network and libraries make of each other
-        raise DataError(f"{source}: cannot be read ({first_line(error)})") from error
+        raise DataError(
+            f"{source}: cannot be read ({first_line(error)}); correct it, or leave it out"
+        ) from error
 
 
 def _separated(source: str) -> Iterator[str]:
@@ -535,9 +538,7 @@ def tokenize(
                     sha256=None if streamed else file_digest(Path(source)),
                 ))  # fmt: skip
         if not tokens["train"]:
-            raise DataError(
-                f"{', '.join(sources)}: no documents in it beside those held out; add text"
-            )
+            raise DataError(f"{', '.join(sources)}: no documents beside those held out; add text")
         arrays = {
             part: TokenArray(tokens=tokens[part], documents=count[part], sha256=file_digest(path))
             for part, path in paths.items()
@@ -575,7 +576,9 @@ def _tokenizer(
         copy_tokenizer(hub.snapshot(given, None, READ), folder)
         name = given
     else:
-        raise RecipeError(f"--tokenizer {given}: no such folder, and not a hub id (owner/name)")
+        raise RecipeError(
+            f"--tokenizer {given}: no such folder; name one, or a hub id (owner/name)"
+        )
     if not (folder / TOKENIZER).is_file():
         raise DataError(
             f"--tokenizer {name}: it has no {TOKENIZER}; write one with transformers: "

@@ -96,7 +96,9 @@ class Shape(Strict):
                 "must be an even whole number, and heads / kv_heads a whole number"
             )
         if self.positions is not None and self.positions < self.context:
-            raise ValueError(f"positions {self.positions} are fewer than context {self.context}")
+            raise ValueError(
+                f"positions {self.positions} are fewer than context {self.context}; raise positions"
+            )
         return self
 
 
@@ -223,7 +225,7 @@ class TrainingRecipe(Strict):
         """Refuse values that are listed twice."""
         for index, value in enumerate(values):
             if value in values[:index]:
-                raise ValueError(f"{value} is listed twice")
+                raise ValueError(f"{value} is listed twice; leave one out")
         return values
 
     @model_validator(mode="after")
@@ -239,7 +241,10 @@ class TrainingRecipe(Strict):
                     f"known: {', '.join(attributes) or 'none'}"
                 )
         if self.model.rope_theta is None and any("+" in name for name in self.normalizers):
-            raise ValueError("model.rope_theta: a gate needs a rotary embedding")
+            raise ValueError(
+                "model.rope_theta: a gate needs a rotary embedding; set a number, or leave the "
+                "gate out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -256,10 +261,14 @@ class TrainingRecipe(Strict):
                 "sequences of a step (batch.tokens / model.context)"
             )
         if self.tokens < self.batch.tokens:
-            raise ValueError(f"tokens {self.tokens}: less than one step ({self.batch.tokens})")
+            raise ValueError(
+                f"tokens {self.tokens} are fewer than batch.tokens {self.batch.tokens}, one step; "
+                "raise tokens"
+            )
         if self.watched_length > self.model.context:
             raise ValueError(
-                f"watch.length {self.watch.length} is more than model.context {self.model.context}"
+                f"watch.length {self.watch.length} is more than model.context "
+                f"{self.model.context}; lower it"
             )
         return self
 

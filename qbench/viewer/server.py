@@ -57,7 +57,7 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            raise ResultsError(f"--port {port}: {error.strerror}; name another") from None
+            raise ResultsError(f"--port {port}: {error.strerror}; name another port") from None
         self.encoded = lru_cache(maxsize=64)(self._encoded)
 
     @property

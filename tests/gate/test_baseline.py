@@ -72,7 +72,7 @@ def test_no_baseline_is_made_of_a_cell_that_is_no_standard(tmp_path, change, wor
 def test_a_file_that_never_was_a_baseline_is_not_replaced(tmp_path, good, standard):
     path = tmp_path / "recipe.yaml"
     path.write_text("name: mine\n")
-    with pytest.raises(ResultsError, match=r"recipe\.yaml: not a baseline; name another file"):
+    with pytest.raises(ResultsError, match=r"recipe\.yaml: exists and is no baseline"):
         baseline.make(good, path, replace=True)
     assert path.read_text() == "name: mine\n"
     (tmp_path / "torn").write_bytes(standard.read_bytes()[:99])

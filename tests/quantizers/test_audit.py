@@ -338,9 +338,7 @@ def test_a_layer_that_is_given_whole_numbers_is_named(tmp_path):
     for each, dtype in ((model, torch.float32), (made, torch.uint8)):
         each.model.layers[1].mlp.up_proj = Casting(each.get_submodule(LAYER), dtype)
     problems = check(made, chosen, model).problems
-    assert any(
-        f"{LAYER}.layer: its model gives it inputs of torch.uint8" in line for line in problems
-    )
+    assert any(f"{LAYER}.layer: its inputs are torch.uint8" in line for line in problems)
 
 
 def test_a_class_that_reads_a_weight_by_itself_is_told_which_layer(tmp_path):
@@ -349,7 +347,7 @@ def test_a_class_that_reads_a_weight_by_itself_is_told_which_layer(tmp_path):
     mlp.forward = lambda x: mlp.down_proj(mlp.up_proj(x)) * mlp.gate_proj.weight.mean()
     problems = check(made, chosen).problems
     assert any(
-        line.startswith("model.layers.1.mlp.gate_proj: its model reads its weight directly, add "
+        line.startswith("model.layers.1.mlp.gate_proj: the model reads weight of it directly; add "
                         "gate_proj to ignore: the quantized model's forward fails")
         for line in problems
     )  # fmt: skip

@@ -134,9 +134,7 @@ def test_a_finished_runs_damaged_files_are_named_and_made_again(tmp_path, train,
     assert changed != intact
     for damaged in (changed, intact[:300]):
         path.write_bytes(damaged)
-        with pytest.raises(
-            TrainingError, match=rf"{file}: .*remove .*training\.json, and the same"
-        ):
+        with pytest.raises(TrainingError, match=rf"{file}: .*remove .*training\.json; the same"):
             train(tmp_path, **settings)
     (folder / "training.json").unlink()
     [after] = train(tmp_path, **settings)

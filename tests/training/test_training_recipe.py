@@ -25,7 +25,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"model": {"heads": 3}}, "hidden / heads must be an even whole number"),
         ({"batch": {"tokens": 65}}, "batch.tokens 65 must be a multiple of model.context 16"),
         ({"batch": {"sequences": 3}}, "batch.sequences 3 must divide the 4 sequences of a step"),
-        ({"tokens": 8}, "tokens 8: less than one step"),
+        ({"tokens": 8}, "tokens 8 are fewer than batch.tokens 64"),
         ({"watch": {"length": 17}}, "watch.length 17 is more than model.context 16"),
         ({"optimizer": {"learning_rate": float("inf")}}, "finite"),
         (

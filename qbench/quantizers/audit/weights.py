@@ -119,8 +119,8 @@ def measure_weights(
             problems.append(f"{name}: cannot be measured: {first_line(error)}")
     problems += [line for result in results for line in result.problems]
     problems += [
-        f"{name}: its model gives it inputs of {dtype}, as if it cast them to the weight's dtype: "
-        f"add {_word(name)} to ignore"
+        f"{name}: its inputs are {dtype}, as if the model cast them to the weight's dtype; add "
+        f"{_word(name)} to ignore"
         for name, dtype in input_dtypes.items()
         if dtype not in DTYPES
     ]
@@ -575,7 +575,7 @@ def failing_layer(error: BaseException, model: nn.Module) -> str:
     name = next((name for name, each in model.named_modules() if each is module), None)
     if not isinstance(error, AttributeError) or not name:
         return ""
-    return f"{name}: its model reads its {error.name} directly, add {_word(name)} to ignore: "
+    return f"{name}: the model reads {error.name} of it directly; add {_word(name)} to ignore: "
 
 
 def relative(tensor: Tensor, expected: Tensor) -> float:
