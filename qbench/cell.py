@@ -173,8 +173,8 @@ def load(cell: Cell, plan: Plan) -> Any:
 
 def load_copy(cell: Cell, device: str, *, fallback: bool) -> PreTrainedModel:
     """Return the model of the cell's published copy on ``device``, its fused experts split into
-    linear layers, with the original's generation settings. With ``fallback`` it runs on its class's
-    own attention if qbench's gives other logits."""
+    linear layers, with the original's generation settings. If qbench's attention gives other logits
+    than its class's own, it runs on its own with ``fallback``, and is refused without."""
     model = load_prequantized(
         cell.copy,
         dtype=getattr(torch, cell.quantization.compute_dtype),

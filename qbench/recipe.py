@@ -345,7 +345,7 @@ class Evaluation(Strict):
     that fits the model on a GPU, exact on a CPU."""
     tolerance: Tolerance = Tolerance()
     """The largest difference of fast from exact scoring: nats per token, share of changed answers.
-    """
+    No part of the key: scores that were kept are judged by it anew."""
     attention: Literal["auto", "reference", "triton", "native"] = "auto"
     """The implementation of attention: triton (our kernels, on a GPU), reference (PyTorch), or
     native (the model's own)."""
@@ -354,7 +354,7 @@ class Evaluation(Strict):
     those alone. Changes no score and is no part of the key."""
     device_map: Literal["auto"] | None = None
     """auto: spread the blocks over all visible GPUs of this host, and run cells one after the
-    other. Changes no score."""
+    other. Changes no score and is no part of the key."""
     damage: Flag = True
     """Measure quantized cells against the unquantized one: KL divergence, flips."""
 

@@ -114,7 +114,8 @@ def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) ->
 
 
 def stream_of(model: Any) -> Stream | None:
-    """Return the :class:`Stream` of ``model``; None if all of it lies on its device."""
+    """Return the :class:`Stream` of ``model``; None if it is not streamed: all its weights lie on a
+    device, or on several."""
     return getattr(model, ATTRIBUTE, None)
 
 

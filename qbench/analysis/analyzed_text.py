@@ -45,7 +45,8 @@ class AnalysisSettings:
         return max(1, BATCH_TOKENS[self.device] // self.length)
 
     def key_parts(self) -> dict[str, Any]:
-        """Return what determines the analyzed tokens, for keys."""
+        """Return, for keys, what determines the analyzed tokens and how many texts are read at
+        once, by name."""
         return {
             "text": self.source.digest,
             "field": self.source.field,

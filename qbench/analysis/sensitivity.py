@@ -94,8 +94,9 @@ class Baseline:
         self.perplexity = perplexity(torch.cat(losses).double().mean().item())
 
     def against(self, unit: Unit, quantized: nn.Module) -> UnitSensitivity:
-        """Return what the model loses if the modules of ``unit`` are taken from ``quantized``; the
-        model is restored. Raises EvaluationError if the changed model's logits are not numbers."""
+        """Return what the model loses if the modules of ``unit`` are taken from the model
+        ``quantized``; the model is restored. Raises EvaluationError if the changed model's logits
+        are not numbers."""
         modules = {name: quantized.get_submodule(name) for name in unit.modules}
         kl, change = (ratio(each, np.ones(len(each))) for each in self.losses(modules)[0])
         return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=change)

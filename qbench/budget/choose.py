@@ -71,7 +71,7 @@ class Costs:
 def expand(methods: Sequence[str]) -> list[str]:
     """Return the quantizers of ``methods``: of a family such as ``gptq``, or
     ``gptq:group_size=32``, one per width; others as they are. Raises RecipeError for an unknown
-    one, or one that is not made here of weights alone."""
+    one, for one that quantizes more than weights, and for a copy that others made."""
     quantizers: dict[str, None] = {}
     for method in methods:
         family, colon, options = method.partition(":")

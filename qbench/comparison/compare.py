@@ -21,11 +21,11 @@ from qbench.text import NO_VALUE
 
 def compare(store: Store, *, statistics: bool = True, against: str | None = None) -> Comparison:
     """Compare the checkpoints of a results folder at every precision, and each quantized precision
-    with the one that ``against`` names.
+    with the one that ``against`` names (None: with none).
 
-    ``statistics=False`` leaves intervals and tests out and reads no per-document outcomes.
-    Raises ResultsError if the folder has no manifest or no precision ``against``, or if a record
-    cannot be read.
+    ``statistics=False`` leaves intervals and tests out and reads no per-document outcomes. Raises
+    ResultsError if the folder has no manifest or no precision ``against``, or if a record cannot be
+    read.
     """
     grid = store.manifest()
     names = {cell.quantizer: None for cell in grid.cells if cell.quantized}

@@ -207,8 +207,9 @@ def adjusted(answers: Mapping) -> dict:
 
 
 def kl_column(store: Store, record: Record) -> Column | None:
-    """Return a record's mean KL divergence per document over all tasks, documents without scored
-    tokens left out; without tasks that have it, along the model's answers; None without either."""
+    """Return a record's mean KL divergence per document, in nats per token, over all tasks,
+    documents without scored tokens left out; without tasks that have it, along the model's answers;
+    None without either."""
     if "divergences" not in record.files:
         table = store.outcomes(record)
         along = table[(table["task"] == ANSWERS) & (table["metric"] == "kl")]
@@ -224,8 +225,8 @@ def kl_column(store: Store, record: Record) -> Column | None:
 
 
 def mean_of_tasks(record: Record) -> float | None:
-    """Return a record's mean KL divergence, tasks weighted by their documents; without tasks that
-    have it, along the model's answers; None without either."""
+    """Return a record's mean KL divergence in nats per token, tasks weighted by their documents;
+    without tasks that have it, along the model's answers; None without either."""
     if not isinstance(record.damage, Damage):
         return None
     documents = {score.task: score.documents for score in record.scores}

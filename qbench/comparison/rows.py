@@ -76,7 +76,7 @@ def text(a: Record, b: Record) -> str:
 
 def find_cell(name: str) -> tuple[Store, Record]:
     """Return the store and the record called ``name``: a record's JSON file, or
-    DIR/CHECKPOINT/QUANTIZER. Raises ResultsError where there is none, naming the folder's cells, or
+    DIR/CHECKPOINT/QUANTIZER. Raises ResultsError if there is none, naming the folder's cells, or if
     it is damaged."""
     path = Path(name)
     if path.is_file():
@@ -349,7 +349,8 @@ TESTED = ("deltas", "damages", "differences", "against")  # contrasts, a family 
 
 def training_notes(comparison: Comparison) -> list[str]:
     """Return a note per pair of checkpoints that were trained differently in more than the
-    normalizer, or one note that all were trained alike; nothing if that is not known."""
+    normalizer, or that are seeds of one kind with two normalizers; else one note that all were
+    trained alike; nothing if that is not known."""
     trainings, groups = trained(comparison.records.values()), comparison.grid.replicates
     base, *others = groups.values() or [(name,) for name in comparison.grid.checkpoints]
     kinds = [(kind[0], member) for kind in groups.values() for member in kind[1:]]
