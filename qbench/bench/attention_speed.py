@@ -292,9 +292,10 @@ def passes(shape: Shape, variant: str, name: str, repeat_ms: int) -> Row:
 
 
 def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -> Iterator[Row]:
-    """Yield rows with the milliseconds of one query per sequence, and the TB/s of reading keys and
-    values, also as a share of ``copied``, the TB/s of a copy: of our kernels in ``only`` (all if it
-    is empty) and torch's. Raises EvaluationError if one of ours is wrong."""
+    """Yield rows with the milliseconds of one query per sequence of ``shape``, each timed for
+    ``repeat_ms`` ms, and the TB/s of reading keys and values, also as a share of ``copied``, the
+    TB/s of a copy: of our kernels in ``only`` (all if it is empty) and torch's. Raises
+    EvaluationError if one of ours is wrong."""
     batch, length, heads, head_dim = shape.batch, shape.length, shape.heads, shape.head_dim
     key, value = (random_tensor(batch, length, heads, head_dim).contiguous() for _ in range(2))
     query = random_tensor(batch, 1, heads, head_dim)

@@ -105,8 +105,9 @@ def _stated_bits(settings: WeightSettings, shape: tuple[int, int]) -> float:
 def require_budgets(
     sizes: Costs, settings: Iterable[WeightSettings], budgets: Iterable[float]
 ) -> float:
-    """Return the fewest bits per weight that a choice of ``settings`` for each layer takes. Raises
-    RecipeError for a budget of fewer, or in which all layers fit unquantized."""
+    """Return the fewest bits per weight that a choice of ``settings`` for each layer of ``sizes``
+    takes. Raises RecipeError for one of ``budgets``, in bits per weight, that is below that, or in
+    which all layers fit unquantized."""
     smallest = [
         min(_stated_bits(s, shape) for s in settings if s.of_ends or name not in sizes.ends)
         for name, shape in sizes.shapes.items()
@@ -125,9 +126,9 @@ def require_budgets(
 def smaller_groups(
     sizes: Costs, settings: Mapping[str, WeightSettings], budgets: Iterable[float]
 ) -> dict[str, WeightSettings]:
-    """Return choices beside ``settings`` (by choice, fitted): of each method the widest that fits a
-    budget, with the smallest groups that still fit. A uniform column might spend the rest of the
-    budget on these, so the mix may too."""
+    """Return choices beside ``settings`` (by choice, fitted): of each method the widest that fits
+    one of ``budgets``, in bits per weight, with the smallest groups that still fit. A uniform
+    column might spend the rest of the budget on these, so the mix may too."""
     inside = [shape for name, shape in sizes.shapes.items() if name not in sizes.ends]
     numbers = sum(map(math.prod, inside)) + sizes.others[0]
     candidates = []

@@ -98,8 +98,8 @@ def find_cell(name: str) -> tuple[Store, Record]:
 
 
 def flat(parts: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, value as text) of every part of a key. A list is one value, and so is an
-    empty mapping."""
+    """Yield (dotted name, value as text) of every part of a key, names after ``prefix`` and a dot.
+    A list is one value, and so is an empty mapping."""
     if isinstance(parts, Mapping) and parts:
         for name, part in parts.items():
             yield from flat(part, f"{prefix}.{name}" if prefix else str(name))
@@ -269,8 +269,9 @@ class Comparison:
         return TaskDamage(flips=flips) if flips else None
 
     def problems(self) -> list[tuple[GridCell, str]]:
-        """Return (cell, line) for everything that is missing, failed, unaudited, cut or
-        mismatched."""
+        """Return (cell, line) for each thing that limits a cell: it is missing, failed or
+        unaudited, requests were cut, tasks failed or were scored exactly, or no damage was
+        measured."""
         lines: list[tuple[GridCell, str]] = []
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)

@@ -134,11 +134,12 @@ def attn_bwd_dq(
     NORM: tl.constexpr, FLAGS: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query
-    heads, and how many share a key head. ``strides``: of q, k, v, dO, output and dq; see
-    ``forward.attn_fwd``. ``dparam_rows`` [B, heads, seqlen_q]: what each row gives to the gradient
-    of the head's bias or s, if that is needed; ``dsinks_rows`` and ``dslopes_rows`` the same for
-    its sink and slope."""
+    """Compute the gradients of a block of BLOCK_Q queries, and, but for sigmoid, their D, which
+    goes to ``deltas`` [B, heads, seqlen_q]. ``head_counts``: query heads, and how many share a key
+    head. ``strides``: of q, k, v, dO, output and dq. ``dparam_rows`` [B, heads, seqlen_q]: what
+    each row gives to the gradient of the head's bias or s, if that is needed; ``dsinks_rows`` and
+    ``dslopes_rows`` the same for its sink and slope. ``scale``: the scores'; ``log2_scale``,
+    ``inv_softcap``: see ``ops.scales``. Other arguments as in ``forward.attn_fwd``."""
     q_strides, k_strides, v_strides, g_strides, o_strides, dq_strides = strides
     k_tensor, v_tensor = (k_source, k_strides), (v_source, v_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
@@ -287,7 +288,9 @@ def attn_bwd_dkdv(
 ):  # fmt: skip
     """Compute the gradients of a block of BLOCK_K keys and values, over all query heads that share
     them. ``head_counts``: key heads, and how many query heads share one. ``strides``: of q, k, v,
-    dO, dk and dv; see :func:`qbench.attention.kernels.forward.attn_fwd`."""
+    dO, dk and dv. PRECISE: all weights of softpick by the series for e^x − 1, else where
+    ``needs_expm1`` has a flag. Other arguments as in :func:`attn_bwd_dq`, which has written
+    ``deltas``."""
     kv_heads, group = head_counts
     q_strides, k_strides, v_strides, g_strides, dk_strides, dv_strides = strides
     q_tensor, g_tensor = (q_source, q_strides), (g_source, g_strides)

@@ -8,7 +8,8 @@ without, its name to ``normalizer.SCORE_FUNCTIONS``, and its normalizer's file (
 Scores are kept in units of log2: y = x · log2 e, so that e^x is one exp2 instruction. m is the
 running maximum in the same units; softpick and rectified floor it at 0, which changes neither
 function. ``lse`` of a row is m + log2 l, so that the backward pass has E = e^(x − m) / l =
-2^(y − lse). FAST: bf16 on a GPU, whose inline PTX the interpreter does without.
+2^(y − lse). FAST: bf16 on a GPU, whose inline PTX the interpreter does without. PRECISE: e^x − 1
+near 0 by its series. FTZ: denormal results become 0.
 """
 
 from __future__ import annotations
@@ -305,9 +306,9 @@ def cast_saturate(gradient, dtype: tl.constexpr):
 
 @triton.jit
 def log2_length(rows, value_row, limits, start_k, counts, FLAGS: tl.constexpr):
-    """Return log2 of how many keys each row may see, 0 for none; with LOG_N1 of one more.
+    """Return log2 of how many keys each of ``rows`` may see, 0 for none; with LOG_N1 of one more.
     ``counts``: these numbers, if there is a mask; ``value_row``: where a head's values by row
-    begin."""
+    begin; ``limits``: of ``common.attn_mask``; ``start_k``: the sequence's first key."""
     stop_q, stop_k, shift, window = limits
     if counts is not None:
         n = tl.load(counts + value_row + rows, mask=rows < stop_q, other=1.0)
@@ -362,8 +363,10 @@ def column(number):
 def row_score_mod(
     head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS: tl.constexpr
 ):
-    """Return qk_scale, slope and minus each row's bias [R] of a forward pass, and the factor that
-    scores still need. ``head``: of all rows, or [R]."""
+    """Return what the scores of a forward pass take: qk_scale and slope ([R, 1], or a scalar),
+    minus each row's bias [R] in log2 units, and the factor that scores still need, 1 if these two
+    apply it. ``head``: of all rows, or [R]; ``scale``: from products to log2 units; other
+    arguments: see :func:`log2_length`."""
     length = log2_length(rows, value_row, limits, start_k, counts, FLAGS)  # [R]
     s_log_n = load_s(head, s, FLAGS) * length
     qk_scale = times_s_log_n(scale, s_log_n, FLAGS)

@@ -7,6 +7,9 @@ each, and while one computes exponentials the tensor cores work for the other. W
 gradients give is computed with the next tile's scores. Operands that stay are kept in registers
 where there is room: read from shared memory each time, they would take as much of its bandwidth as
 there is.
+
+``fixed`` are a block's tiles that stay in shared memory, ``fixed_full`` their barrier; ``buffers``
+are the tiles of the ring, then its barriers; ``index`` is the group of warps, 0 or 1.
 """
 
 from __future__ import annotations
@@ -200,12 +203,12 @@ def dq_step(
 ):  # fmt: skip
     """Add the previous tile to dq [ROWS, HEAD_DIM], and compute this tile's gradients of products
     ds [ROWS, ROWS]; ``dparam`` and ``dslopes`` [ROWS]: plus what a bias's gradient is the sum of,
-    and those of scores times how far the key is ahead, for the slopes'. PIPELINED, if there are
-    registers for it: ``s`` and ``p`` are this tile's scores and dP [ROWS, ROWS], and those of the
-    next tile are returned in their place, unless this is the last. ``of_rows``: lse, D, s · log n
-    [ROWS] each; ``behind``: by how much the tile's first key is behind the group's first query;
-    ``score_mod``: what products are multiplied by, and before a soft cap's tanh, and the slope.
-    Nothing is in flight when it ends."""
+    and those of scores times how far the key is ahead, for the slopes'. ``started``: there was a
+    previous tile. PIPELINED, if there are registers for it: ``s`` and ``p`` are this tile's scores
+    and dP [ROWS, ROWS], and those of the next tile are returned in their place, unless this is the
+    last. ``of_rows``: lse, D, s · log n [ROWS] each; ``behind``: by how much the tile's first key
+    is behind the group's first query; ``score_mod``: what products are multiplied by, and before a
+    soft cap's tanh, and the slope. Nothing is in flight when it ends."""
     k_tiles, _, _, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
     PIPELINED: gl.constexpr = k_tiles.shape[4] == 64

@@ -198,8 +198,9 @@ class Normalizer(ABC):
 
 
 def log_lengths(scores: Tensor, allowed: Tensor | None, *, one_more: bool = False) -> Tensor:
-    """Return log n for the n keys that each query may see, or log (n + 1), in the dtype of
-    ``scores`` [..., N], broadcastable to them; 0 for n = 0."""
+    """Return log n for the n keys that each query may see by ``allowed`` (None: all), or with
+    ``one_more`` log (n + 1), in the dtype of ``scores`` [..., N], broadcastable to them; 0 for n =
+    0."""
     if allowed is None:
         lengths = scores.new_tensor(float(scores.shape[-1]))
     else:
