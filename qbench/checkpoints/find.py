@@ -579,9 +579,9 @@ Shapes = dict[str, tuple[int, int]]  # outputs, inputs
 
 # Last parts of names: embeddings, LM heads, routers, convolutions, states, norms.
 NONE_OF_THESE = re.compile(
-    r"\w*embed\w*|wte|wpe|lm_head|\w*conv\w*|A_log|gate|router|\w*norm\w*|ln_\w+"
+    r"\w*embed\w*|wte|wpe|(lm_)?head|\w*conv\w*|A_log|gate|router|\w*norm\w*|ln_\w+"
 )
-ENDS = re.compile(r"\w*embed\w*|wte|wpe|lm_head")
+ENDS = re.compile(r"\w*embed\w*|wte|wpe|(lm_)?head")
 EXPERTS = re.compile(r"(^|\.)experts\.")
 FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
 
@@ -613,7 +613,7 @@ def end_shapes(checkpoint: Checkpoint) -> Shapes:
                              model_headers(checkpoint).items())
         if ENDS.fullmatch(name.rpartition(".")[2]) and len(header.shape) == 2
     }  # fmt: skip
-    has_head = any(name.startswith(("lm_head", "embed_out")) for name in shapes)
+    has_head = any(name.startswith(("lm_head", "embed_out", "head")) for name in shapes)
     return shapes if has_head or not shapes else {"lm_head": next(iter(shapes.values()))}
 
 

@@ -16,7 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
-from qbench.checkpoints.find import class_names, has_other_matrices, linear_shapes, tried_classes
+from qbench.checkpoints.find import (
+    class_names,
+    end_shapes,
+    has_other_matrices,
+    linear_shapes,
+    tried_classes,
+)
 from qbench.checkpoints.load import probe_logits, require_causal, require_ours
 from qbench.errors import CheckpointError, UnavailableError
 from qbench.evaluation.scoring.hidden_states import fit_settings
@@ -204,6 +210,13 @@ def test_headers_give_the_shapes_of_the_models_linear_layers(kind, tmp_path):
     if kind == "afmoe":  # whose routers are linear layers
         expected = [shape for shape in expected if shape[0] != 4]
     assert dense == expected
+
+
+def test_an_lm_head_may_be_called_head(tmp_path):
+    checkpoint = find(str(write_tiny(tmp_path, "rwkv", num_hidden_layers=2)))
+    assert set(end_shapes(checkpoint)) == {"head", "rwkv.embeddings"}
+    names = linears(tiny_model("rwkv", num_hidden_layers=2))
+    assert linear_shapes(checkpoint).keys() == names.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
