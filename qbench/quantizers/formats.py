@@ -12,7 +12,8 @@ WHOLE_ROW = -1
 
 
 def shared_by(group_size: int) -> str:
-    """Return how weights of a row share scales, in words, such as ``in groups of 128``."""
+    """Return how weights of a row share scales, in words: ``in groups of 128``, or ``per row`` for
+    −1."""
     return "per row" if group_size == WHOLE_ROW else f"in groups of {group_size}"
 
 

@@ -77,11 +77,12 @@ class Effect:
     difference.
 
     ``drawn`` is the standard error that comes from drawing answers, which the interval includes.
-    ``detectable`` is the size that is detected with 80 % power at the level of the mark, ``family``
-    the other tests of its ``family`` (its number of tests). ``significant``: it differs from 0 at
-    5 % after Holm's correction over the family, and by more than drawing other answers explains.
-    ``adjust`` sets these and ``p_holm``.
     ``bounds`` are the one-sided 95 % bounds. ``method`` has the contrast at ``place``.
+
+    ``adjust`` sets the following. ``family``: the number of tests that are corrected together.
+    ``detectable``: the size that is detected with 80 % power at the level of the mark, beside the
+    family's other tests. ``significant``: it differs from 0 at 5 % after Holm's correction over the
+    family, by ``p_holm``, and by more than drawing other answers explains.
 
     Over several trainings it is the mean of their contrasts, ``each``, by group where they are not
     pairs; ``of_seeds`` is the share of the mean's variance that comes from the seeds, from 0 to 1.

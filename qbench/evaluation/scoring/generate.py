@@ -169,8 +169,8 @@ def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str
 
     Slots support no requests whose ``generation_kwargs``, listed in ``kwargs``, sample or set what
     slots do not obey, as generation_config.json may. They support no model whose blocks lie on
-    several GPUs, of which a layer keeps more than keys and values of all tokens, or rounds them
-    depending on the other slots, or whose rotary angles depend on the batch.
+    several GPUs or whose rotary angles depend on the batch. Nor do they if a layer keeps more than
+    keys and values of all tokens, or rounds them depending on the other slots.
     """
     if any(normalize_gen_kwargs(dict(settings))["do_sample"] for settings in kwargs):
         return "the task samples"
@@ -223,8 +223,8 @@ def decode(
     """Return the answer's token ids for each prompt.
 
     An answer ends at its limit, with one of ``ends`` (kept as its last token), or when
-    ``finished(prompt's index, tokens so far)`` returns true, which is called every few tokens, so
-    that the answer may go on a little beyond. ``longest``: how many tokens of prompt and answer the
+    ``finished(prompt's index, tokens so far)`` returns true. That is called every few tokens, so
+    the answer may go on a little beyond. ``longest``: how many tokens of prompt and answer the
     model has positions for. Work is counted in ``counts``. If memory is short, fewer prompts are
     decoded at once. Raises EvaluationError if logits are not numbers, or a single prompt does not
     fit the device.

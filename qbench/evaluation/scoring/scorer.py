@@ -179,12 +179,11 @@ SAMPLED_WINDOWS = 2  # of fast scoring's sample; one has up to max_length scored
 class Backend:
     """A way to score: how requests become batches, and the forward pass that fits them.
 
-    ``exact`` gives HFLM's scores to the bit, without the work that does not change them. That is
-    the LM head and log-softmax of rows that are not scored, the KV cache, and a [B, L, V] tensor.
-    It is also one tokenizer call and two waits for the device per request. Else batches are as
-    large as the device's memory suggests. If the model takes packs, shared prefixes are computed
-    once and nothing is padded. Batch-mates change rounding only, unless a quantizer's scales are
-    shared by a batch.
+    ``exact`` gives HFLM's scores to the bit, without the work that does not change them: LM head
+    and log-softmax of rows that are not scored, the KV cache, a [B, L, V] tensor, and for each
+    request a tokenizer call and two waits for the device. Else batches are as large as the device's
+    memory suggests. If the model takes packs, shared prefixes are computed once and nothing is
+    padded. Batch-mates change rounding only, unless a quantizer's scales are shared by a batch.
     """
 
     batching: Padding | Packing
@@ -195,9 +194,9 @@ class Backend:
 class Scorer(LM):
     """An lm-eval language model with exact or fast scores; ``report()`` says how they were made.
 
-    A task whose fast scores leave the tolerance is scored exactly where ``settings.fallback`` says
-    so, else refused. ``progress(done, total)`` counts requests. Raises UnavailableError where the
-    mode does not fit the model.
+    A task whose fast scores leave the tolerance is scored exactly if ``settings.fallback`` says so,
+    else refused. ``progress(done, total)`` counts requests. Raises UnavailableError if the mode
+    does not fit the model.
     """
 
     _batching: Mapping[str, str] = {}  # in a report, if it is not that of the settings
