@@ -246,6 +246,11 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     labels = [entry.label for entry in recipe.quantizers]
     assert labels == ["fp32", "mix-3.5", mix["best_uniform"], "rtn-4bit"]
     assert recipe.calibration.samples == 8
+    of = {record.quantizer: record for record in Store(tmp_path).records()}
+    details = {
+        s.detail[:15] for name in labels[1:3] for s in of[name].stages if s.name == "quantize"
+    }
+    assert details == {"artifact reused"}  # the search made them
     weights = recipe.quantizers[1].quantization.weights
     assert {n: weights.for_layer(n).name for n in layers} == {
         n: choice.partition(":")[0] for n, choice in layers.items()
@@ -358,7 +363,7 @@ def test_head_and_embeddings_have_choices_and_count_in_the_budget(tmp_path):
         (("--bits", 3, "--peers", "nope"), "^unknown quantizer 'nope'"),
         (("--bits", 3, "--texts", 12), "--texts 12: must be fewer than the 12 windows"),
         (("--bits", 3, "--methods", "kv4"), "--methods kv4: not a method by which qbench itself"),
-        (("--bits", 3, "--include", "head"), "--include head: possible: lm_head, embeddings"),
+        (("--bits", 3, "--include", "head"), "--include head: unknown; possible: lm_head"),
         (("--bits", 3, "--checkpoint", f"n={DEMO / 'softmax'}"), "for one model, not for m, n"),
     ],
 )  # fmt: skip

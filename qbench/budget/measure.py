@@ -18,7 +18,6 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from qbench.analysis.analyze_run import MODEL_PARTS
 from qbench.analysis.sensitivity import Baseline
@@ -29,14 +28,15 @@ from qbench.errors import UnavailableError
 from qbench.files import content_key, digest_of, write_atomically
 from qbench.machine import free
 from qbench.plan import Cell, Plan
-from qbench.progress import Progress
+from qbench.progress import Advance, Progress
 from qbench.quantizers import linear
-from qbench.quantizers.quantize import apply, make, unpack
+from qbench.quantizers.quantize import unpack
 from qbench.quantizers.texts import CalibrationText
 from qbench.records import KEY_DIGITS
 from qbench.streaming import is_sharded, stream_of
 
-Modules = dict[str, tuple[nn.Module, float]]  # by layer: a quantized module, and its stored bits
+# by layer: module name → module, what takes its place in the model; and the bits stored of it
+Places = dict[str, tuple[dict[str, nn.Module], float]]
 SAVE_EVERY = 20.0  # seconds between two writes of unfinished costs
 BATCH_TOKENS = 8192  # read at once
 
@@ -122,62 +122,51 @@ class Search:
         self.reused |= bool(kept)
         if "kl" in kept:
             return kept
-        if cell.quantization.weights is None:
-            modules = {name: (_other_last_bits(layer), bits_of([layer.weight]))
-                       for name, layer in self.layers.items()}  # fmt: skip
-        else:
-            calibration = calibration_of(cell, self.tokenizer)
-            quantized = copy.deepcopy(self.model)
-            with torch.no_grad():
-                tensors, _ = make(
-                    quantized, cell.quantization, calibration,
-                    lambda done, total: advance(done / total / 2),
-                )  # fmt: skip
-            modules = self._modules(apply(quantized, cell.quantization, tensors), cell)
-            del quantized
+        places = self._quantized(cell, lambda done, total: advance(done / total / 2))
         layers, saved = kept.setdefault("layers", {}), time.monotonic()
-        for _, names in itertools.groupby(modules, self.baseline.block_of):
-            missing = {name: modules[name] for name in names if name not in layers}
-            places = [linear.in_place(self.model, name, m) for name, (m, _) in missing.items()]
-            costs = places and self._kl(cell, *places)
-            for (name, (_, bits)), kl in zip(missing.items(), costs, strict=True):
-                layers[name] = bits, kl
-            advance((1 + len(layers) / len(modules)) / 2)
+        missing = [name for name in places if name not in layers]
+        for _, block in itertools.groupby(missing, self.baseline.block_of):
+            parts = {name: places[name] for name in block}
+            kl = self._kl(cell, *(place for place, _ in parts.values()))
+            layers |= {name: (bits, kl.pop(0)) for name, (_, bits) in parts.items()}
+            advance((1 + len(layers) / len(places)) / 2)
             if time.monotonic() - saved >= SAVE_EVERY:
                 write_atomically(path, json.dumps(kept).encode())
                 saved = time.monotonic()
-        kept["kl"] = self._kl_of_all(cell, modules.keys() - self.sizes.ends, modules)
+        inside = [place for name, (place, _) in places.items() if name not in self.sizes.ends]
+        [kept["kl"]] = self._kl(cell, ChainMap(*inside))
         write_atomically(path, json.dumps(kept).encode())
         return kept
 
     def whole(self, cell: Cell) -> float:
-        """Return the KL divergence, nats per token on the text, of a whole quantized model. Its
-        weights stay in the cache, where a run finds them."""
+        """Return the KL divergence, nats per token on the text, of a whole quantized model."""
         path, kept = self._kept("whole", cell)
         if "kl" not in kept:
             self._stage(cell.label)
-            free(self._plan.device)
-            quantized, _ = quantized_model(
-                cell, copy.deepcopy(self.model), self.tokenizer, self.cache, self._advance
-            )
-            modules = self._modules(quantized, cell)
-            kept["kl"] = self._kl_of_all(cell, modules, modules)
+            places = [place for place, _ in self._quantized(cell, self._advance).values()]
+            [kept["kl"]] = self._kl(cell, ChainMap(*places))
             write_atomically(path, json.dumps(kept).encode())
         return kept["kl"]
 
-    def _modules(self, quantized: PreTrainedModel, cell: Cell) -> Modules:
-        """Return the quantized modules by layer's name, with the bits that are stored of each."""
-        weights, modules = cell.quantization.weights, {}
-        layers = linear.linears(self.model, weights.ignore) | linear.named_ends(self.model, weights)
-        for name in layers:
-            stored = unpack(quantized, name, weights.for_layer(name)).tensors
-            modules[name] = linear.layer_of(quantized, name), bits_of(stored.values())
-        return modules
-
-    def _kl_of_all(self, cell: Cell, names: Iterable[str], modules: Modules) -> float:
-        """Return the KL divergence with the layers ``names`` replaced by ``modules``."""
-        places = [linear.in_place(self.model, name, modules[name][0]) for name in names]
-        return self._kl(cell, dict(ChainMap(*places)))[0]
+    def _quantized(self, cell: Cell, advance: Advance) -> Places:
+        """Return what takes the layers' places in the quantized ``cell``, whose weights stay in the
+        cache, where a run finds them; of an unquantized one, layers with other last bits."""
+        weights = cell.quantization.weights
+        if weights is None:
+            made = {name: (_other_last_bits(layer), bits_of([layer.weight]))
+                    for name, layer in self.layers.items()}  # fmt: skip
+        else:
+            free(self._plan.device)
+            quantized, _ = quantized_model(
+                cell, copy.deepcopy(self.model), self.tokenizer, self.cache, advance
+            )
+            made = {}
+            ends = linear.named_ends(self.model, weights)
+            for name in linear.linears(self.model, weights.ignore) | ends:
+                stored = unpack(quantized, name, weights.for_layer(name)).tensors.values()
+                made[name] = linear.layer_of(quantized, name), bits_of(stored)
+        return {name: (linear.in_place(self.model, name, module), bits)
+                for name, (module, bits) in made.items()}  # fmt: skip
 
     def _kl(self, cell: Cell, *variants: Mapping[str, nn.Module]) -> list[float]:
         """Return the KL divergence, nats per token, with each of ``variants``, modules of the
