@@ -323,12 +323,15 @@ class LlamaCppScorer(Scorer):
         self.fast = self.exact = None
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the answers to lm-eval's requests as texts, cut at their stop strings."""
         return generate(
             self.hflm, requests,
             progress=self._progress, counts=self._counts, runtime=self.model.decode,
         )  # fmt: skip
 
     def answer(self, prompts: Sequence[Prompt], ends: Collection[int]) -> list[list[int]]:
+        """Return the token ids of the answer to each of ``prompts``, up to and with one of
+        ``ends``, or up to its limit."""
         return self.model.decode(
             None, prompts, finished=lambda _, tokens: tokens[-1] in ends,
             longest=self.settings.max_length, progress=self._progress,
@@ -428,9 +431,12 @@ class ExternalScorer(LM):
             )
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the runtime's log-likelihoods of whole texts. Raises EvaluationError with its
+        error."""
         return self._call("loglikelihood_rolling", requests)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the runtime's answers as texts. Raises EvaluationError with its error."""
         return self._call("generate_until", requests)
 
     def _call(self, kind: str, requests: list[Any]) -> list[Any]:

@@ -59,6 +59,8 @@ class Linear4(bitsandbytes.nn.Linear4bit):
         return device_type != "cpu" and not (self.uneven or self.routed)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + bias [..., out], by the library or by the dequantized weight, see
+        ``by_library``."""
         if self.by_library(x.device.type):
             return super().forward(x)
         data, state = self.weight.data, self.weight.quant_state
@@ -79,6 +81,7 @@ class Linear8(bitsandbytes.nn.Linear8bitLt):
     previous layer if that had the same input."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the product [..., out] of ``x`` [..., in], as the library computes it."""
         rows, state = x.reshape(-1, x.shape[-1]), self.state
         learns = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling()
         if learns or not x.numel():

@@ -92,6 +92,8 @@ class QuantizedEmbedding(nn.Module):
         return layer.dequantize() if hasattr(layer, "dequantize") else layer.weight
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of ``weight`` for token ``ids``, as the replaced embedding
+        looks them up."""
         return functional_call(self._embedding[0], {"weight": self.weight}, (ids,))
 
 
@@ -212,6 +214,7 @@ class DequantizedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + bias in the dtype of ``x``, with the dequantized weight."""
         stored = [self._buffers[name] for name in self.stored]
         weight = kept_weight(self, stored, self.dequantize)
         return nn.functional.linear(x, weight.to(x.dtype), self.bias)

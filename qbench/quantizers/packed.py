@@ -67,6 +67,7 @@ class PackedLinear(DequantizedLinear):
         self.bits, self.group_size = settings.num_bits, settings.group_length(layer.in_features)
 
     def dequantize(self) -> Tensor:
+        """Return the weight, ``dtype`` [out, in], with its columns in the order of the inputs."""
         codes = unpack_codes(self.codes, self.bits, self.in_features)
         groups = codes.reshape(self.out_features, -1, self.group_size).float()
         weight = (groups - self.zero[..., None].float()) * self.scale[..., None].float()
@@ -76,6 +77,8 @@ class PackedLinear(DequantizedLinear):
         return weight.to(self.compute_dtype).to(self.dtype)
 
     def groups(self, weight: Tensor, settings: WeightSettings) -> Tensor:
+        """Return a matrix [out, in] as [groups, weights of a group], its columns in the order of
+        the codes."""
         if self.order is not None:
             weight = weight[:, torch.argsort(self.order.long()).to(weight.device)]
         return super().groups(weight, settings)

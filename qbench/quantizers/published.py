@@ -89,6 +89,7 @@ class Published(WeightSettings):
     )  # fmt: skip
 
     def shared_bits(self, rows: int, columns: int) -> float:
+        """Return 16: what the copy's files store beside codes is not known."""
         return UNQUANTIZED_BITS
 
     def source(self, checkpoint: str) -> str | None:

@@ -85,6 +85,8 @@ class RotatedMlp(nn.Module):
         self.act_fn = mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP's output [..., hidden] for ``x`` [..., hidden], the input of down_proj
+        rotated."""
         return self.down_proj(online(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
 
 

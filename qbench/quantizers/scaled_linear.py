@@ -33,6 +33,7 @@ class ScaledLinear(DequantizedLinear):
             self.register_buffer("levels", levels)
 
     def dequantize(self) -> Tensor:
+        """Return the weight, ``dtype`` [out, in]: codes times scales, in float32."""
         scale = self.scale.float()
         if self.scale.dtype == torch.uint8:
             scale = two_to(self.scale.int() - BIAS)
@@ -45,6 +46,8 @@ class ScaledLinear(DequantizedLinear):
         return (blocks * scale[..., None]).flatten(1).to(self.dtype)
 
     def groups(self, weight: Tensor, settings: RoundedWeights) -> Tensor:
+        """Return a matrix [out, in] as [groups, weights of a group], one row per scale;
+        ``settings`` is not used."""
         return weight.reshape(self.scale.numel(), -1)
 
 

@@ -66,15 +66,19 @@ class StudentT(Method):
     grain: Floats
 
     def interval(self, confidence: float | Floats) -> Ends:
+        """Return the ends: estimate ± quantile of Student's t · standard error."""
         reach = special.stdtrit(self.freedom, (1 + confidence) / 2) * self.stderr
         return self.estimate - reach, self.estimate + reach
 
     def p(self) -> Floats:
+        """Return the p-value of the t test; without an error 1 for an estimate of 0, else 0."""
         stderr = np.where(self.stderr > 0, self.stderr, 1.0)
         p = 2 * special.stdtr(self.freedom, -np.abs(self.estimate / stderr))
         return np.where(self.stderr > 0, p, self.estimate == 0)
 
     def size_at(self, level: float | Floats) -> Floats:
+        """Return the size that the t test at ``level`` detects with 80 % power, with ``grain`` as
+        error."""
         return detectable_by_t(self.grain, self.freedom, level)
 
 
@@ -194,6 +198,8 @@ class BootstrapT(Method):
     missed: Floats  # [2, estimates]: how much farther the two ends are, see MISSED_NATS
 
     def interval(self, confidence: float | Floats) -> Ends:
+        """Return the ends by the bootstrap's quantiles, no nearer than Student's t, plus
+        ``missed``."""
         reach = special.stdtrit(self.freedom, (1 + confidence) / 2)
         low = np.minimum(-reach, self._quantile(-reach * self._stretch))
         high = np.maximum(reach, self._quantile(reach * self._stretch))
@@ -204,6 +210,7 @@ class BootstrapT(Method):
         )
 
     def p(self) -> Floats:
+        """Return the p-value of 0 that belongs to ``interval``."""
         below, above = self.missed
         seen = np.maximum(np.maximum(0.0, self.estimate - below), -self.estimate - above)
         seen = np.copysign(seen / self.counted, self.estimate)
@@ -217,6 +224,8 @@ class BootstrapT(Method):
         return 2 * special.stdtr(self.freedom, -np.minimum(np.abs(seen), normal / self._stretch))
 
     def size_at(self, level: float | Floats) -> Floats:
+        """Return the size that a t test at ``level`` detects with 80 % power, plus the larger of
+        ``missed``."""
         return detectable_by_t(self.counted, self.freedom, level) + self.missed.max(axis=0)
 
     def _quantile(self, normal: Floats) -> Floats:
@@ -383,6 +392,7 @@ class ScoreTest(Method):
         return cls(values=values, counts=counts, documents=documents, mean=mean, **fields)
 
     def interval(self, confidence: float | Floats) -> Ends:
+        """Return the smallest and largest mean that the score test does not reject."""
         many = len(self.highest)
         z = np.broadcast_to(special.ndtri((1 + confidence) / 2), many)
         both = self[np.tile(np.arange(many), 2)]._range(rising=np.repeat([False, True], many))
@@ -390,6 +400,7 @@ class ScoreTest(Method):
         return self.highest - low, self.lowest + high
 
     def p(self) -> Floats:
+        """Return the p-value of the score test of a mean of 0; 1 if the mean is 0."""
         rising, mean = self.mean < 0, self.mean
         tested, values = np.where(rising, -self.lowest, self.highest), self._range(rising=rising)
         path = values.root(lambda path: values.moments(path)[0] - tested, 0.0)
@@ -400,6 +411,8 @@ class ScoreTest(Method):
         return np.where(mean == 0, 1.0, p)
 
     def size_at(self, level: float | Floats) -> Floats:
+        """Return the mean that the score test at ``level`` detects with 80 % power, see
+        ``detectable_mean``."""
         square = (self.values**2 * self.counts).sum(axis=0) / self.documents
         reach = np.maximum(np.abs(self.lowest), np.abs(self.highest))
         return detectable_mean(square, self.documents, reach=reach, level=level)

@@ -22,9 +22,9 @@ PAGE = (
 
 
 def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
-    """Return the tables of a comparison as text in ``format`` (md, tex or csv); with ``published``
-    (see ``printed_table``) also the scores that a paper prints, but in csv. Raises RecipeError if
-    either is unknown."""
+    """Return the tables of a comparison as text in ``format`` (md, tex or csv). With ``published``
+    (see ``printed_table``) they include the scores that a paper prints; csv does not. Raises
+    RecipeError if either is unknown."""
     if format not in FORMATS:
         raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
     if format == "csv":

@@ -114,9 +114,13 @@ class HFLMScorer(LM):
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
+        """Return (log-likelihood in nats, whether greedy) of each request, by HFLM. Raises
+        EvaluationError if HFLM stops."""
         return self._by_hflm("log-likelihoods", self.hflm.loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each request's whole text, by HFLM in batches of
+        ``window_batch_size``. Raises EvaluationError if HFLM stops."""
         self._rolling |= {request.task_name: None for request in requests}
         self.hflm.batch_size_per_gpu = self.settings.window_batch_size
         try:
@@ -140,6 +144,7 @@ class HFLMScorer(LM):
             ) from error
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return HFLM's answers as texts, see ``generate_by_hflm``."""
         return generate_by_hflm(self.hflm, requests, Counts())
 
     def report(self) -> ScoringReport:
@@ -257,6 +262,8 @@ class Scorer(LM):
         return report(self.settings, self.hflm, **self._batching, **counted)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
+        """Return (log-likelihood in nats, whether greedy) of each request's continuation after its
+        context. Raises as ``read``, and for a request without tokens in either."""
         encoded = encode_pairs(
             self.hflm.tokenizer,
             [request.args for request in requests],
@@ -266,6 +273,8 @@ class Scorer(LM):
         return self.read(requests, to_requests((*pair, i) for i, pair in enumerate(encoded)))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each request's whole text in nats, the sum over its rolling
+        windows. Raises as ``read``."""
         self._counts.rolling |= {request.task_name: None for request in requests}
         prefix_id, length = self.hflm.prefix_token_id, self.settings.max_length
         texts = encode_texts(
@@ -286,6 +295,8 @@ class Scorer(LM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the answers to lm-eval's requests as texts: decoded in slots, or by HFLM if these
+        do not support model or task."""
         kwargs = [request.args[1] for request in requests]
         if reason := unsupported_by_slots(self.hflm.model, kwargs):
             reasons = {request.task_name: reason for request in requests}

@@ -59,6 +59,7 @@ class SmoothQuant(Settings):
     )
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
+        """Raise RecipeError for a model whose blocks are not known."""
         require_known(config, self.name)
 
 

@@ -94,6 +94,7 @@ class Mixed(WeightSettings):
         return parts
 
     def fitted(self, shapes: Shapes) -> Self:
+        """Return the mix with the settings of each pattern fitted to its layers."""
         parts = self.by_settings(shapes)
         # When planned, no shape of embeddings and LM head is known: their inputs are the layers'.
         fits = tuple((names, chosen.fitted(mine or shapes)) for names, chosen, mine in parts)
@@ -112,6 +113,8 @@ class Mixed(WeightSettings):
             chosen.check_layers(mine)
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
+        """Raise RecipeError without patterns, if the settings of one cannot run, or if they cannot
+        quantize the LM head or embeddings that it names."""
         if not self.layers:
             raise RecipeError(f"{self.name}: layers: write {WRITE}")
         for names, chosen in self.layers:
@@ -121,6 +124,7 @@ class Mixed(WeightSettings):
                                   "quantize LM head or embeddings; use rtn or hqq")  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all settings as plain JSON, with ``layers`` as pattern → settings."""
         layers = {names: chosen.to_dict() for names, chosen in self.layers}
         return {**super().to_dict(), "layers": layers}
 
@@ -151,4 +155,5 @@ class Mixed(WeightSettings):
         return tuple(dict.fromkeys(named))
 
     def shared_bits(self, rows: int, columns: int) -> float:
+        """Return the most bits per weight beside the code that the settings of a pattern take."""
         return max((chosen.shared_bits(rows, columns) for _, chosen in self.layers), default=0.0)

@@ -57,6 +57,7 @@ class LmEvalModel(WeightSettings):
         return f"lm-eval's {self.model}, not audited"
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
+        """Raise RecipeError if lm-eval has no class ``model``; neither argument is read."""
         import lm_eval.models  # registers its names; imports no torch
 
         names = sorted(set(lm_eval.api.registry.model_registry.keys()) - set(NOT_HERE))

@@ -28,6 +28,8 @@ class Grouped(WeightSettings):
     group_size: GroupSize | None = None
 
     def fitted(self, shapes: Shapes) -> Self:
+        """Return the settings with the largest of ``sizes`` that divides all layers, unless a group
+        size is given."""
         if self.group_size is not None:
             return self
         counts = [shape[self.axis] for shape in self.quantized(shapes).values()]
@@ -35,6 +37,7 @@ class Grouped(WeightSettings):
         return replace(self, group_size=next(fits, self.sizes[0]))
 
     def group_length(self, columns: int) -> int:
+        """Return the group size; of whole rows ``columns``, their weights."""
         size = self.group_size or self.sizes[0]
         return columns if size == WHOLE_ROW else size
 
@@ -62,6 +65,7 @@ class GroupedIntegers(Grouped):
         return f"int{self.num_bits} {shared_by(self.group_size or self.sizes[0])}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
+        """Return the bits per weight of a group's float16 scale and 8-bit zero."""
         return (16 + 8) / self.group_length(columns)
 
 
@@ -132,6 +136,8 @@ class ColumnOrder(EvenlySpaced):
         return "column" if self.group_aware is False or whole_row else "group-aware"
 
     def fitted(self, shapes: Shapes) -> Self:
+        """Return the settings with a group size, as ``Grouped``, and with ``group_aware``
+        decided."""
         sized = super().fitted(shapes)
         return replace(sized, group_aware=sized.order == "group-aware")
 
@@ -196,6 +202,8 @@ class Bnb4(Bnb):
         return f"{self.quant_type} in blocks of {BNB_BLOCK}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
+        """Return the bits per weight of a block's float32 scale; with ``double_quant`` fewer are
+        stored."""
         return 32 / BNB_BLOCK
 
 
@@ -222,6 +230,7 @@ class Bnb8(Bnb):
     )  # fmt: skip
 
     def shared_bits(self, rows: int, columns: int) -> float:
+        """Return the bits per weight of a row's float32 scale."""
         return 32 / columns
 
 
@@ -259,6 +268,8 @@ class Hqq(Grouped):
         return f"int{self.num_bits} in groups of {self.group_length(0)}{across}{wide}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
+        """Return the bits per weight of a group's scale and zero, and at 3 bits of unused bits in
+        words."""
         wide = 32 if self.compute_dtype == "float32" else 16  # of a scale, and of a zero
         size, padding = self.group_length(columns), 0.0
         if self.num_bits == 3:
