@@ -121,8 +121,8 @@ def run(
 
 
 def compare(folder: str | Path) -> Comparison:
-    """Compare all scores of the last run of a results folder: differences with intervals and tests.
-    Raises ResultsError for a folder without results or with a damaged file."""
+    """Return the comparison of all scores of the last run of a results folder: differences with
+    intervals and tests. Raises ResultsError for a folder without results or with a damaged file."""
     return compare_store(Store(Path(folder)))
 
 

@@ -174,7 +174,8 @@ def load(cell: Cell, plan: Plan) -> Any:
 def load_copy(cell: Cell, device: str, *, fallback: bool) -> PreTrainedModel:
     """Return the model of the cell's published copy on ``device``, its fused experts split into
     linear layers, with the original's generation settings. If qbench's attention gives other logits
-    than its class's own, it runs on its own with ``fallback``, and is refused without."""
+    than the class's own, the model runs on its class's with ``fallback``, and is refused
+    without."""
     model = load_prequantized(
         cell.copy,
         dtype=getattr(torch, cell.quantization.compute_dtype),
@@ -252,8 +253,8 @@ def quantized(
     cache: Path,
 ) -> PreTrainedModel:
     """Return ``model`` quantized by the cell's settings, after an audit, whose result goes into
-    ``result``; without an original, and by lm-eval's models, nothing is audited. Raises AuditError
-    if the audit fails."""
+    ``result``. Without an original, and for a model of lm-eval, nothing is audited. Raises
+    AuditError if the audit fails."""
     with result.stage("quantize") as detail:
         model, how = quantized_model(result.cell, model, tokenizer, cache, result.advance)
         detail.append(how)

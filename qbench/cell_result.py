@@ -83,7 +83,8 @@ class CellResult:
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[list[str]]:
-        """Run a stage as ``measured`` does, and show its progress."""
+        """Time the body as ``measured`` does, and show its progress, of ``total`` pieces of work
+        (None: not known)."""
         self.progress.stage(self.cell.name, name, total)
         with self.measured(name) as detail:
             yield detail

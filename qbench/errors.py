@@ -102,7 +102,8 @@ def first_line(error: BaseException) -> str:
 
 
 def validation_line(error: ValidationError) -> str:
-    """Return the first problem of a pydantic error, and its place."""
+    """Return the place and the message of the first problem of a pydantic error: ``limit: Input
+    should be …``."""
     first = error.errors()[0]
     location = ".".join(map(str, first["loc"])) or "all"
     return f"{location}: {first['msg'].removeprefix('Value error, ')}"

@@ -95,8 +95,8 @@ def file_digest(path: Path) -> str:
 
 
 def write_atomically(path: Path, payload: bytes) -> None:
-    """Write ``payload`` to ``path`` in one step. Folders, links and errors are treated as by
-    :func:`replacing`."""
+    """Write ``payload`` to ``path`` in one step, as by :func:`replacing`: missing folders are made,
+    and a link's target is replaced. Raises OutputError."""
     with replacing(path) as making:
         making.write_bytes(payload)
 

@@ -53,9 +53,9 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
 
 
 def dataset_commit(dataset: str, revision: str | None = None, name: str | None = None) -> str:
-    """Return the commit id of a data-set repository at ``revision``. If the hub cannot be reached,
-    return the commit of the copy of configuration ``name`` that ``datasets`` has in its cache.
-    Raises DataError if there is none."""
+    """Return the commit id of a data-set repository at ``revision`` (None: the newest). If the hub
+    cannot be reached, return the commit of the copy of configuration ``name`` that ``datasets`` has
+    in its cache. Raises DataError if there is none."""
     try:
         about = huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS)
         if about.gated:  # its description is public, its files need a permission
@@ -78,7 +78,7 @@ def is_hub_error(error: BaseException) -> bool:
 
 def reason(error: BaseException) -> str:
     """Return the class and the first line of the download library's error among ``error`` and its
-    causes."""
+    causes; of ``error`` itself if there is none."""
     of_hub = (c for c in _causes(error) if type(c).__module__.startswith(LIBRARIES))
     cause = next(of_hub, error)
     return f"{type(cause).__name__}: {first_line(cause)}"

@@ -133,7 +133,8 @@ def memory_gib(device: str) -> float:
 
 @functools.cache
 def torch_cuda() -> str | None:
-    """Return the CUDA version of the installed PyTorch; None for a build without CUDA."""
+    """Return the CUDA version of the installed PyTorch; None for a build without CUDA, or without
+    PyTorch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -202,7 +203,7 @@ def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> 
 
 @functools.cache
 def hardware(device: str) -> str:
-    """Return the name of the processor or GPU."""
+    """Return the name of the processor or of the first GPU."""
     if device == "cuda":
         return visible_gpus()[0].name
     return _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
@@ -291,7 +292,8 @@ TALKATIVE = ("torchao", "torch.utils._pytree")  # loggers that warn of their own
 
 
 def set_library_env() -> None:
-    """Set the environment variables that libraries read on import, unless the user set them."""
+    """Set the environment variables that libraries read on import, unless the user set them, and
+    silence loggers that warn of their own imports."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in TALKATIVE:

@@ -634,8 +634,8 @@ def find_tasks(
 ) -> tuple[tuple[TaskSpec, ...], tuple[TaskGroup, ...], tuple[str, ...]]:
     """Return the recipe's tasks, that of its ``answers`` last; the groups that have scores of their
     own, and data for all of their tasks; and with ``skip_missing`` the names of tasks without data.
-    Raises RecipeError for a task that is listed twice, DataError with all problems of their data,
-    also if all tasks would be skipped."""
+    Raises RecipeError for a task that is listed twice; DataError for the problems of the tasks'
+    data (of the hub's the first alone), also if all tasks would be skipped."""
     tasks, skipped, missing, problems = [], [], [], []
     leaves, groups = list[Task](), dict[str, TaskGroup]()
     for task in recipe.tasks:

@@ -103,8 +103,8 @@ def bundled_recipes() -> Path:
 
 def read_yaml(path: Path) -> Source:
     """Read the YAML of the recipe ``path``. If there is no such file and qbench comes with a recipe
-    of that path, such as recipes/demo.yaml, read that and print so on standard error. Raises
-    RecipeError if it cannot be read, and, with the line, if it is not a YAML mapping."""
+    of that path, such as recipes/demo.yaml, read that and say so on standard error. Raises
+    RecipeError if it cannot be read or is no mapping, and, with the line, if it is not YAML."""
     if path.parts[:1] == ("recipes",) and not os.path.lexists(path):
         bundled = bundled_recipes().joinpath(*path.parts[1:])
         if bundled.is_file():

@@ -41,8 +41,8 @@ def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tu
     of its sensitivity.
 
     Raises RecipeError if the recipe has no such quantizer, or if it quantizes no weights or
-    activations of linear layers, treats outliers of the whole model, or is a copy without its
-    original.
+    activations of linear layers, has a transform, which changes the whole model, or is a copy
+    without its original.
     """
     cells = tuple(cell for cell in plan.cells if cell.label == label)
     if not cells:
@@ -132,8 +132,8 @@ class AnalysisResult(CellResult):
     def put(
         self, status: Literal["ok", "unfinished", "failed"], error: str | None
     ) -> Analysis | Sensitivity:
-        """Return the record with ``status`` after saving it, unless it is not "ok" and one that is
-        has been saved before. ``error``: why the analysis failed."""
+        """Return the record with ``status``, after saving it. It is not saved if it is not "ok" and
+        the stored one is. ``error``: why the analysis failed."""
         kind = self.analyses.kind
         fields = self.common_fields(error) | self.contents | {"status": status}
         if kind is Sensitivity:

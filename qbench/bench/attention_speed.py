@@ -79,7 +79,8 @@ class Shape:
 
 
 def random_tensor(batch: int, length: int, heads: int, head_dim: int) -> Tensor:
-    """Return a random bf16 tensor [B, H, T, D] with the memory layout [B, T, H, D] of models."""
+    """Return a random bf16 tensor [B, H, T, D] on the GPU with the memory layout [B, T, H, D] of
+    models."""
     shape = (batch, length, heads, head_dim)
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
@@ -110,7 +111,8 @@ CHECKED = {64: 3200, 128: 2304}  # tokens by head width, see hopper.MIN_WORK
 def require_right(shape: Shape, variant: str, normalizer: str) -> None:
     """Compare our kernel of ``normalizer`` and ``variant`` with the float64 reference on one batch
     row of ``shape``, cut to CHECKED tokens: the output and the gradients of query, key and value.
-    Raises EvaluationError if one is wrong. A second call with the same arguments does nothing."""
+    Seeds torch's generators. Raises EvaluationError if one is wrong. A second call with the same
+    arguments does nothing."""
     length = min(shape.length, CHECKED[shape.head_dim])
     shape = replace(shape, batch=1, length=length, variants=())
     torch.manual_seed(0)

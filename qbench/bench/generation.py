@@ -38,7 +38,7 @@ HFLM_BATCHES = 2  # that are timed; HFLM takes as long for each
 
 def random_model(shape: str, normalizer: str, device: str) -> PreTrainedModel:
     """Return a Llama of ``shape``, a key of SHAPES, with random bfloat16 weights on ``device``,
-    that attends with ``normalizer``."""
+    that attends with ``normalizer``. Seeds torch's generators."""
     width, layers, heads, kv_heads, inner, vocabulary = SHAPES[shape]
     torch.manual_seed(0)
     config = LlamaConfig(

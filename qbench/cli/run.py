@@ -65,7 +65,8 @@ class Launcher:
 
     @contextlib.contextmanager
     def display(self, cells: int) -> Iterator[Display]:
-        """Show the progress of so many ``cells`` on the terminal, the description first."""
+        """Yield the display of the progress of so many ``cells`` on the terminal, which has printed
+        the description first."""
         with terminal() as screen, Display(screen, cells) as display:
             if self.description:
                 display.log(self.description)

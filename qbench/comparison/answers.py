@@ -133,8 +133,8 @@ def position_bin(position: int) -> str:
 
 
 def token_classes(tokens: pd.DataFrame) -> list[str]:
-    """Return the class of each token of a table of answers, one of ``CLASSES``; rows of an answer
-    lie together."""
+    """Return the class, one of ``CLASSES``, of each token of a table of answers without its
+    prompts; the rows of an answer must lie together and in order."""
     groups = tokens.groupby(["document", "sample"], sort=False)["text"]
     return [name for _, texts in groups for name in classes(list(texts))]
 

@@ -124,7 +124,7 @@ def prepare(
 
 def scales(settings: Settings) -> tuple[float, float]:
     """Return two factors: from products, or their tanh if they are capped, to scores in log2 units;
-    and from products to the argument of the tanh."""
+    and from products to the argument of the tanh, 0 without a soft cap."""
     scale, softcap, log2_e = settings.scale, settings.softcap, LOG2_E.value
     return (softcap * log2_e, scale / softcap) if softcap else (scale * log2_e, 0.0)
 
@@ -565,8 +565,8 @@ def apply(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
     seq_count: Tensor | None, parameters: Parameters, settings: Settings,
 ) -> Tensor:  # fmt: skip
-    """Run attention: by the operator if torch.compile, a dispatch mode or a tensor subclass looks
-    into it, else directly."""
+    """Run attention and return its output: by the operator if torch.compile, a dispatch mode or a
+    tensor subclass looks into it, else directly."""
     plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     if plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
         return _Eager.apply(query, key, value, mask, seq_bounds, seq_count, *parameters, settings)
