@@ -807,7 +807,8 @@ def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
 
 
 def response_table(rows: Sequence[Response]) -> pd.DataFrame:
-    """Return ``rows`` as a table with the columns ``RESPONSE_COLUMNS``."""
+    """Return ``rows``, such as ``text_response`` gives, as a table with the columns
+    ``RESPONSE_COLUMNS``."""
     table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS)).astype(RESPONSE_DTYPES)
     return table.astype({"answer": object, "filter": object})
 

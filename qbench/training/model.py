@@ -231,8 +231,8 @@ def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
 def parallel_loss(
     model: LlamaForCausalLM, compute: Compute, processes: PartialState
 ) -> Loss | DistributedDataParallel:
-    """Return the loss of ``model``, which is set to train mode; compiled as one graph if
-    ``compute`` says so, with gradients averaged over ``processes``."""
+    """Return a module that computes the loss of ``model``, which is set to train mode. It is
+    compiled as one graph if ``compute`` says so; gradients are averaged over ``processes``."""
     loss = Loss(model.train(), compute.precision)
     if compute.compile:
         # A recipe's models follow one another: the compiler would take each for the same one
