@@ -10,7 +10,7 @@ import torch
 
 from qbench.analysis.analyze_run import AnalysisResult
 from qbench.analysis.analyzed_text import AnalysisSettings
-from qbench.analysis.attention_weights import attention_maps, choose
+from qbench.analysis.attention_weights import attention_maps, choose_heads
 from qbench.analysis.measure import measure
 from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.cell import as_measured, free, load, load_original, quantized
@@ -56,7 +56,7 @@ def _measure(work: AnalysisResult) -> None:
             batch=settings.batch,
             progress=work.advance,
         )
-        maps = attention_maps(model, tokenizer, ids[0], choose(measured))
+        maps = attention_maps(model, tokenizer, ids[0], choose_heads(measured))
     work.contents["measured"] = measured.model_copy(update={"maps": maps})
 
 

@@ -83,7 +83,7 @@ def _cells(chosen_cells: tuple[Cell, ...], key_parts: dict[str, Any]) -> tuple[C
     return tuple(cells)
 
 
-def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
+def choose_cells(plan: Plan, only: str | None) -> tuple[Cell, ...]:
     """Return the cells whose names match one of the globs in ``only``, which commas separate; None:
     the unquantized ones. Raises RecipeError for a glob without a match, or without unquantized
     cells."""

@@ -164,7 +164,7 @@ TEXTS = {
 Head = tuple[int, int]  # layer and head, from 0
 
 
-def choose(measured: Measured) -> tuple[Head, ...]:
+def choose_heads(measured: Measured) -> tuple[Head, ...]:
     """Return two heads to draw: the one with the most weight on the first key, which shows a sink
     if there is one, and of the others, if any, the one whose queries have the largest weights."""
     heads = {

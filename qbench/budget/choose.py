@@ -87,7 +87,7 @@ def expand(methods: Sequence[str]) -> list[str]:
     return list(quantizers)
 
 
-def explicit(choice: str, settings: Any) -> str:
+def with_group_size(choice: str, settings: Any) -> str:
     """Return the text of ``choice`` with the group size of its fitted ``settings``, such as
     ``gptq-4bit:group_size=64``, unless it has one: the patterns of a mix would be fitted to their
     own layers."""
@@ -225,7 +225,7 @@ def patterns(chosen: Mapping[str, str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def asking(costs: Costs, chosen: Mapping[str, str]) -> str:
+def most_bits(costs: Costs, chosen: Mapping[str, str]) -> str:
     """Return a sentence that says which projections and layers of the mix ``chosen``, a choice by
     layer, have the most bits."""
     table = costs.table.loc[[*chosen.items()]].reset_index()

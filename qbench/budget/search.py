@@ -55,7 +55,9 @@ def search(
     plan = plan_of([*choices, *(peer for peer in peers if peer not in choices)])
     checkpoint = plan.cells[0].checkpoint_name
     fitted = (cell.quantization.weights for cell in plan.cells[1:])
-    settings = {choose.explicit(*each): each[1] for each in zip(choices, fitted, strict=False)}
+    settings = {
+        choose.with_group_size(*each): each[1] for each in zip(choices, fitted, strict=False)
+    }
     text["progress"].begin(checkpoint)
     searched = measure.Search(plan=plan, **text)
     sizes, ends = searched.sizes, searched.sizes.ends
@@ -94,7 +96,7 @@ def search(
             {
                 "label": label, "budget": bits[label], "bits": size, "gib": costs.gib(size),
                 "kl": kl[label], "sum": total, "best_uniform": best[label],
-                "asks": choose.asking(costs, chosen),
+                "asks": choose.most_bits(costs, chosen),
                 "layers": {each[0]: [each[1], costs.table["width"][each]]
                            for each in chosen.items()},
             }

@@ -11,7 +11,7 @@ import typer
 from qbench.analysis.analyze_run import (
     analysis_manifest,
     analyze_if_needed,
-    chosen,
+    choose_cells,
     plan_analyses,
     plan_sensitivities,
     put_sensitivity_manifest,
@@ -103,7 +103,7 @@ def analyze(
         device=planned.device,
         blocks=blocks,
     )
-    cells = chosen(planned, only)
+    cells = choose_cells(planned, only)
     require_runnable(cells)
     units = plan_sensitivities(planned, sensitivity, settings) if sensitivity is not None else ()
     analyzed, analyses = plan_analyses(planned, settings), Analyses(launcher.out)

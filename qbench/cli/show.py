@@ -14,7 +14,7 @@ import yaml
 from tabulate import tabulate
 
 from qbench.cli.options import NewFolder
-from qbench.comparison.rows import find_cell, status_of, text
+from qbench.comparison.rows import explanation, find_cell, status_of
 from qbench.errors import ResultsError
 from qbench.files import cache_folder, require_folder
 from qbench.machine import redirected
@@ -38,7 +38,7 @@ def explain(
     a: DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.
     b: The other cell.
     """
-    typer.echo(text(find_cell(a)[1], find_cell(b)[1]))
+    typer.echo(explanation(find_cell(a)[1], find_cell(b)[1]))
 
 
 def show(cell: Annotated[str, typer.Argument(metavar="CELL")]) -> None:

@@ -64,7 +64,7 @@ def changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return " and ".join(changed) or "other files of the checkpoint"
 
 
-def text(a: Record, b: Record) -> str:
+def explanation(a: Record, b: Record) -> str:
     """Return the differences between the keys of two records, one aligned line each, or a line that
     says that they have the same key."""
     differences = key_differences(a.key_parts, b.key_parts)

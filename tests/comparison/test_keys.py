@@ -5,7 +5,7 @@ from synthetic import make_store
 
 from qbench.comparison.compare import compare
 from qbench.comparison.outcomes import cell_flips, count_flips, read_columns
-from qbench.comparison.rows import find_cell, key_differences, text
+from qbench.comparison.rows import explanation, find_cell, key_differences
 from qbench.errors import ResultsError
 from qbench.records import Flips, Unavailable
 from qbench.statistics import Column
@@ -26,7 +26,7 @@ def test_explain_names_exactly_the_parts_that_differ(tmp_path):
         "quantizer.name",
         "quantizer.bits",
     ]
-    assert "quantizer.name  bf16  →  hqq-4bit" in text(a, b)
+    assert "quantizer.name  bf16  →  hqq-4bit" in explanation(a, b)
 
 
 def test_a_part_that_only_one_key_has_is_named():

@@ -51,7 +51,7 @@ def flat(tiles, stage):
 
 
 @gluon.jit
-def turned(tiles, stage):
+def transposed(tiles, stage):
     """Return a stage's tile as a transposed matrix."""
     return flat(tiles, stage).permute([1, 0])
 
@@ -157,8 +157,8 @@ def tile_products(q, g, buffers, tile, layout: gl.constexpr):
     stage = tile % stages
     zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
     mbarrier.wait(full.index(stage), tile // stages & 1)
-    s = warpgroup_mma(q, turned(k_tiles, stage), zero, use_acc=False, is_async=True)
-    p = warpgroup_mma(g, turned(v_tiles, stage), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(q, transposed(k_tiles, stage), zero, use_acc=False, is_async=True)
+    p = warpgroup_mma(g, transposed(v_tiles, stage), zero, use_acc=False, is_async=True)
     return s, p
 
 

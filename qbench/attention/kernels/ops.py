@@ -451,7 +451,7 @@ def has_tma_layout(layout: Layout) -> bool:
 # What torch.compile and autograd see.
 
 
-def mask_or_spans(
+def mask_or_bounds(
     mask: Tensor | None, seq_bounds: Tensor | None, seq_count: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return (mask, None) or (None, bounds), as the kernels need them. ``seq_count`` is that of
@@ -484,7 +484,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return output, log-sum-exp and flags; the operator's arguments are flat: three tensors,
     masks, four parameters, then the fields of Settings."""
-    mask, seq_bounds = mask_or_spans(mask, seq_bounds, seq_count)
+    mask, seq_bounds = mask_or_bounds(mask, seq_bounds, seq_count)
     return forward(query, key, value, mask, seq_bounds, Parameters(*rest[:4]), Settings(*rest[4:]))
 
 
@@ -503,7 +503,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 def attention_backward(*given: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and each parameter; an empty tensor if it needs none."""
     *given, needs_grad = given
-    mask, seq_bounds = mask_or_spans(*given[7:10])
+    mask, seq_bounds = mask_or_bounds(*given[7:10])
     gradients = backward(
         *given[:7], mask, seq_bounds, Parameters(*given[10:14]), Settings(*given[14:]),
         Parameters(*needs_grad),
@@ -545,7 +545,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         query, key, value, mask, seq_bounds, seq_count, *parameters, settings = inputs
-        mask, seq_bounds = mask_or_spans(mask, seq_bounds, seq_count)
+        mask, seq_bounds = mask_or_bounds(mask, seq_bounds, seq_count)
         result = forward(query, key, value, mask, seq_bounds, Parameters(*parameters), settings)
         ctx.settings = settings
         ctx.save_for_backward(query, key, value, *result, mask, seq_bounds, *parameters)
