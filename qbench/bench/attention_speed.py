@@ -134,7 +134,8 @@ def require_close(what: str, actual: Tensor, truth: Tensor) -> None:
     error = float((actual.double() - truth).norm() / truth.norm().clamp(min=1e-30))
     if not error <= LIMIT:
         raise EvaluationError(
-            f"bench attention: {what} is wrong: relative error {error:.1e} > {LIMIT:.0e}; report it"
+            f"bench attention: {what} is wrong: relative error {error:.1e}, allowed {LIMIT:.0e}; "
+            "report it"
         )
 
 

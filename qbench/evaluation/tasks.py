@@ -323,7 +323,7 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
         payload = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}); name a JSON Lines file that can"
+            f"{path}: cannot be read ({error.strerror}); name a readable JSON Lines file"
         ) from None
     # not splitlines: a string in JSON may hold U+2028, which is no end of a line
     rows = list(parse_rows(path, payload.split(b"\n")))

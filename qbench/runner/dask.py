@@ -79,9 +79,9 @@ def connected(
         gpus = {about["GPU"] for about in workers.values()} - {None}
         device = device or ("cuda" if gpus else "cpu")
         if device == "cuda" and len(gpus) != 1:
+            kinds = f"{len(gpus)} kinds of GPU, whose scores could differ" if gpus else "no GPU"
             raise UnavailableError(
-                f"--cluster: its workers have {len(gpus)} kinds of GPU, whose scores could differ; "
-                "use workers with one kind, or --device cpu"
+                f"--cluster: its workers have {kinds}; use workers with one kind, or --device cpu"
             )
         expected = requirements(tokens, next(iter(gpus)) if device == "cuda" else None)
         for worker, about in workers.items():

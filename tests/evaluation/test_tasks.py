@@ -242,7 +242,7 @@ def test_what_a_tasks_code_lacks_is_named(tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE)
     write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
     with pytest.raises(DataError, match="imports no_such_package_at_all, which is not installed: "
-                       "pip install no_such_package_at_all, or leave"):  # fmt: skip
+                       "try pip install no_such_package_at_all, or leave"):  # fmt: skip
         load_task(plan_task("mine", data=tmp_path, definitions=tmp_path))
 
 

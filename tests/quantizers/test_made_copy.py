@@ -40,13 +40,17 @@ def recipe_of(folder, *quantizers, checkpoint="softmax"):
 @pytest.mark.parametrize(
     ("quantizer", "checkpoint", "words"),
     [
-        ("exl3-4bit", "softmax", "exl3-4bit: run it on a GPU, which gptqmodel needs"),
+        ("exl3-4bit", "softmax", "exl3-4bit: gptqmodel needs a GPU here; run it on one"),
         ("gguf-q8_0", "softpick", "xllamacpp computes softmax, but .* was trained with softpick"),
         ("gguf-q4_k", "softmax", "gguf-q4_k: groups of 256 do not divide the inputs of .*; take"),
         ("awq-4bit:ignore=[o_proj]", "softmax", "unknown option 'ignore'"),
         ("command:command=cp", "softmax", r"command: must contain .*\{model\}"),
         ("command:command=gone {model} {out}", "softmax", "command: no program gone"),
-        ("autoround-4bit", "softmax", r"it needs auto_round: pip install -e '\.\[autoround\]'"),
+        (
+            "autoround-4bit",
+            "softmax",
+            r"auto_round is not installed; pip install -e '\.\[autoround\]'",
+        ),
         ("awq-4bit:group_size=96", "softmax", "groups of 96 do not divide the inputs of"),
     ],
 )

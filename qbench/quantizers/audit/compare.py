@@ -107,13 +107,13 @@ def independence(
             tolerance = max(causality.tolerance, LEEWAY * allowed)
             causality = causality.model_copy(update={"moved": by_length, "tolerance": tolerance})
     problems = [
-        f"changing {what} by {result.moved:.2g} (rounding: {result.tolerance:.2g}): the settings "
-        f"do not declare that {declaration}"
+        f"a change of {what} by {result.moved:.2g}, more than rounding ({result.tolerance:.2g}), "
+        f"and the settings do not declare that {declaration}"
         for result, what, declaration in (
-            (causality, "later tokens changes earlier logits", "tokens see the future"),
+            (causality, "later tokens moves earlier logits", "tokens see the future"),
             (
                 batch_mates,
-                "the rest of a batch changes a row's logits",
+                "the rest of a batch moves a row's logits",
                 "scores depend on the batch",
             ),
         )
@@ -215,7 +215,7 @@ def audit(
     problems = problems or not_finite(quantized)
     ours, theirs = (model.config.get_text_config().to_dict() for model in (original, quantized))
     problems += [
-        f"its config.json has {name} {theirs.get(name)}, and the original's {ours.get(name)}"
+        f"config.json has {name} {theirs.get(name)}, and the original's {ours.get(name)}"
         for name in SAME_SETTINGS
         if ours.get(name) != theirs.get(name)
     ]
@@ -273,7 +273,7 @@ def audit(
     exact = config.weights and set(config.parts) == {"weights"} and weights["weight_error"] == 0
     unrounded = config.weights and (config.weights.unrounded or (exact and weights["modules"]))
     if config.precision.quantized and moved == 0 and not unrounded:
-        problems.append("the logits are those of the unquantized model")
+        problems.append("the logits equal the unquantized model's: nothing was quantized")
     if originals:
         modules = weights.get("modules", ())
         fields["size"] = stored_size(original, originals, config.weights, modules)

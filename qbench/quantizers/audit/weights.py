@@ -261,7 +261,8 @@ def _changed_others(
         if changed is not None and changed.shape == tensor.shape:
             off = relative(values(changed), tensor.to(changed.device))
         if not off <= allowed:
-            lines.append(f"{what}: {off:.2g} off the original's: is it another model's?")
+            how = f"{off:.2g} off" if off < math.inf else "missing, or of another shape than"
+            lines.append(f"{what}: {how} the original's, as if it were another model's")
     for name in stored:
         bias = held(quantized, f"{name}.bias")
         if bias is not None and f"{name}.bias" not in before and bool(bias.any()):
