@@ -64,7 +64,7 @@ def test_files_that_transformers_does_not_read_are_not_read(tmp_path):
         (lambda files: files.update({"x": 3}), "no weight_map"),
         (
             lambda files: files.update({"x": "model-9.safetensors"}),
-            "lists files that are missing: model-9",
+            "files that are missing: model-9",
         ),
     ],
 )

@@ -49,7 +49,7 @@ def recipe_of(folder, *quantizers, checkpoint="softmax"):
         (
             "autoround-4bit",
             "softmax",
-            r"auto_round is not installed; pip install -e '\.\[autoround\]'",
+            r"is not installed; pip install -e '\.\[autoround\]'",
         ),
         ("awq-4bit:group_size=96", "softmax", "groups of 96 do not divide the inputs of"),
     ],
