@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib import rc_context
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 
 from qbench.budget import choose
@@ -30,7 +30,6 @@ from qbench.store import Store
 from qbench.text import ratio as ratio_text
 from qbench.viewer.figures import COLOURS, MARKERS, STYLE, save_svg
 
-WIDTHS = ("#fde725", "#5ec962", "#21918c", "#3b528b", "#440154")  # of 2, 3, 4, 8 and 16 bits
 CURVE = [2.5 + step / 4 for step in range(15)]  # bits per weight, to 6
 
 
@@ -197,13 +196,13 @@ def draw(results: Mapping[str, Any]) -> Figure:
     top.set(xlabel="bits per weight", ylabel="KL (nats per token)", yscale="log")
     top.grid(visible=True)
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above, where no point lies
-    norm = BoundaryNorm([2, 3, 4, 6, 10, 17], 5)
+    norm = BoundaryNorm([2, 3, 4, 6, 10, 17], 256)
     for axes, mix in zip(charts, mixes, strict=True):
         widths = {name: bits for name, (_, bits) in mix["layers"].items()}
         rows = {n.rpartition(".")[2]: names for n, names in alike(widths).items() if "*" in n}
         grid = pd.DataFrame([map(widths.get, names) for names in rows.values()])
         alone = [f"; {n} {widths[n]:.2f}" for n in alike(widths) if "*" not in n]
-        image = axes.imshow(grid, cmap=ListedColormap(WIDTHS), norm=norm, interpolation="nearest")
+        image = axes.imshow(grid, cmap="viridis_r", norm=norm, interpolation="nearest")
         axes.set_yticks(range(len(rows)), rows, fontsize=6)
         axes.locator_params(axis="x", integer=True)
         axes.set_title(f"{mix['label']}: width of each layer{''.join(alone)}")
