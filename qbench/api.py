@@ -79,7 +79,7 @@ def evaluate(
     planned = plan(recipe, device=device or "auto")
     out = Path(out) if out is not None else Path("results") / recipe.name
     run(planned, out)
-    store = Store(out, manifest=planned.manifest)
+    store = Store(out, manifest=planned.manifest())
     return Results(compare_store(store), store)
 
 

@@ -83,7 +83,12 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
     """
     cell, plan = result.cell, result.plan
     result.progress.stage(cell.name, "prepare")
-    _require_planned(cell, plan)
+    if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
+        raise UnavailableError(
+            f"planned for {plan.hardware}, but this worker has {here}; run on GPUs of one kind"
+        )
+    if code_digest() != cell.key_parts["code"]:
+        raise UnavailableError("qbench's own code changed after this run began; run again")
     tokenizer = load_tokenizer(cell.checkpoint)
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     if ends == (None, None) and cell.quantization.runtime != "lm-eval":
@@ -119,15 +124,6 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
             building.exception()  # waits; what cannot be built says so when its task is scored
             _Evaluation(result, tokenizer, store, cache).run(model, tasks, reuse)
 
-
-def _require_planned(cell: Cell, plan: Plan) -> None:
-    """Raise UnavailableError if device or code differ from those that the cell's key names."""
-    if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
-        raise UnavailableError(
-            f"planned for {plan.hardware}, but this worker has {here}; run on GPUs of one kind"
-        )
-    if code_digest() != cell.key_parts["code"]:
-        raise UnavailableError("qbench's own code changed after this run began; run again")
 
 
 def _load_tasks(result: CellResult) -> list[LoadedTask]:
@@ -413,9 +409,9 @@ class _Evaluation:
         result.tasks += filter(None, done.values())
         if failures and not result.tasks:
             raise failures[0]
-        result.groups = group_scores(
-            result.plan.groups, [score for task in result.tasks for score in task.record.scores]
-        )
+        if groups := result.plan.groups:
+            scores = [score for task in result.tasks for score in task.record.scores]
+            result.groups = group_scores(groups, scores)
 
     def _key(self, task: LoadedTask) -> CellKey:
         """Return the key of one task of the cell in the cache."""

@@ -98,17 +98,15 @@ def find_copy(
     original: Checkpoint,
     shapes: Shapes,
     device: str,
-) -> tuple[QuantizationConfig, Checkpoint | None]:
-    """Return ``config`` completed by the files of the quantized copy of checkpoint ``name``, and
-    the copy; (``config``, None) if its weights are not ``Published``.
+) -> tuple[QuantizationConfig, Checkpoint]:
+    """Return ``config``, whose weights are ``Published``, completed by the files of the quantized
+    copy of checkpoint ``name``, and the copy.
 
     ``original``: the unquantized checkpoint, whose linear layers have ``shapes``; if the recipe
     names no path, the quantized checkpoint itself. ``device``: "cpu" or "cuda". Raises QbenchError
     if the copy is of another model, is not quantized, or no library here loads its format.
     """
     weights = config.weights
-    if not isinstance(weights, Published):
-        return config, None
     source = weights.source(name)
     if source is not None and source.endswith(".gguf"):
         copy = _gguf(source, original)
@@ -303,16 +301,11 @@ class Plan:
     groups: tuple[TaskGroup, ...] = ()  # groups of these tasks that have scores of their own
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, with skip_missing
 
-    @property
-    def manifest(self) -> RunManifest:
-        """Return the manifest of the run of all cells."""
-        return self.manifest_of([cell.name for cell in self.cells])
-
-    def manifest_of(self, names: Collection[str]) -> RunManifest:
-        """Return the manifest of a run of the cells ``names``, with their checkpoints and
-        quantizers."""
+    def manifest(self, names: Collection[str] | None = None) -> RunManifest:
+        """Return the manifest of a run of the cells ``names`` (None: of all), with their
+        checkpoints and quantizers."""
         recipe = self.recipe
-        cells = tuple(cell.grid_cell for cell in self.cells if cell.name in names)
+        cells = tuple(c.grid_cell for c in self.cells if names is None or c.name in names)
         checkpoints = tuple(dict.fromkeys(cell.checkpoint for cell in cells))
         labels = {cell.quantizer for cell in cells}
         groups = {
@@ -517,7 +510,9 @@ def _cell(
     """Return the cell of one checkpoint and one ``column``. ``base`` is the unquantized cell that
     damage is measured against."""
     evaluation, device = plan.recipe.evaluation, plan.device
-    quantization, copy = find_copy(column.quantization, name, checkpoint, shapes, device)
+    quantization, copy = column.quantization, None
+    if isinstance(quantization.weights, Published):
+        quantization, copy = find_copy(quantization, name, checkpoint, shapes, device)
     config = in_transformers_words(checkpoint.config)
     reasons = []
     if shapes and quantization.weights is not None:

@@ -87,7 +87,7 @@ def test_a_model_is_evaluated_in_one_call(tmp_path, capfd):
 
 def test_a_folder_without_finished_records_has_all_columns(tmp_path):
     planned = api.plan(api.Recipe.load(small_recipe(tmp_path)), device="cpu")
-    Store(tmp_path / "out").put_manifest(planned.manifest)
+    Store(tmp_path / "out").put_manifest(planned.manifest())
     scores = api.load_records(tmp_path / "out")
     assert len(scores) == 0
     assert scores.pivot_table(index="task", columns="quantizer", values="value").empty

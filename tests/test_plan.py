@@ -245,7 +245,7 @@ def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_pa
 
 @pytest.mark.parametrize("primary", ["demo_choice/f1", "piqa/acc", "foo"])
 def test_a_primary_score_that_no_task_gives_is_refused(tmp_path, primary):
-    assert planned(tmp_path, primary="demo_choice/acc").manifest.primary == "demo_choice/acc"
+    assert planned(tmp_path, primary="demo_choice/acc").manifest().primary == "demo_choice/acc"
     with pytest.raises(RecipeError, match=f"primary: no task has {primary}; possible: demo_") as e:
         planned(tmp_path, primary=primary)
     assert "\n" not in str(e.value)
@@ -296,7 +296,7 @@ def test_a_folder_of_definitions_that_holds_a_disk_is_refused_at_once(tmp_path, 
 def test_a_run_of_some_cells_shows_these_and_those_that_are_there(tmp_path):
     pair = {name: str(DEMO / name) for name in ("softmax", "softpick")}
     plan_ = planned(tmp_path, checkpoints=pair, quantizers=["fp32", "rtn-4bit"])
-    shown = plan_.manifest_of({"softpick/rtn-4bit", "softpick/fp32"})
+    shown = plan_.manifest({"softpick/rtn-4bit", "softpick/fp32"})
     assert (shown.checkpoints, shown.quantizers) == (("softpick",), ("fp32", "rtn-4bit"))
     assert [cell.cell for cell in shown.cells] == ["softpick/fp32", "softpick/rtn-4bit"]
 

@@ -182,10 +182,10 @@ def run(
         planned, records = _run_cells(launcher, only, force)
     from qbench.cli.results import show_tables  # pandas
 
-    store = Store(launcher.out, manifest=planned.manifest)
+    store = Store(launcher.out, manifest=planned.manifest())
     if only is not None:  # tables also show finished cells that --only leaves out
         chosen = {record.cell for record in (*records, *store.records())}
-        store = Store(launcher.out, manifest=planned.manifest_of(chosen))
+        store = Store(launcher.out, manifest=planned.manifest(chosen))
     show_tables(store)
     typer.echo(f"All of it: qbench view {launcher.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]

@@ -19,14 +19,14 @@ from qbench.cell_result import CellResult
 from qbench.errors import CheckpointError, ResultsError
 from qbench.evaluation.settings import tolerance_violation
 from qbench.files import cache_folder
-from qbench.machine import attempt
+from qbench.machine import attempt, broken_device
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, loaded
 from qbench.progress import Progress, SilentProgress
 from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
-from qbench.runner.workers import PRELOAD, LostExecutorError, SerialExecutor, Workers
+from qbench.runner.workers import PRELOAD, LostExecutorError, Workers
 from qbench.store import (
     Sources,
     Store,
@@ -67,10 +67,10 @@ def run_cells(
     its process dies, its record says so and the others go on. The plan's manifest replaces the
     folder's. Raises NewerSchemaError if a newer qbench wrote that.
     """
-    chosen = plan.cells if cells is None else cells
+    chosen, manifest = plan.cells if cells is None else cells, plan.manifest()
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
-    before = grid.store.put_manifest(plan.manifest, grid.progress.log)
-    if before is not None and before.cells != plan.manifest.cells:
+    before = grid.store.put_manifest(manifest, grid.progress.log)
+    if before is not None and before.cells != manifest.cells:
         grid.progress.log(
             f"{out} holds results of other settings or versions; they stay, and are reused if "
             "their command is run again; tables show this run"
@@ -81,15 +81,17 @@ def run_cells(
         plan.calibration and plan.calibration.path,
         {cell.checkpoint_name: cell.checkpoint.folder for cell in plan.cells},
     )
-    keep_sources(grid.cache, plan.manifest, sources)
+    keep_sources(grid.cache, manifest, sources)
     missing = grid.reuse_finished(chosen)
     if executor is not None:  # those first that take longest, by exact scoring and by calibration
         missing.sort(key=lambda cell: (
             cell.base is not None, cell.scoring.mode == "fast",
             not cell.quantization.needs_calibration,
         ))  # fmt: skip
-    if missing:
-        grid.run(missing, executor or SerialExecutor())
+    if executor is not None and missing:
+        grid.run(missing, executor)
+    elif missing:
+        grid.run_here(missing)
     return [grid.done[cell.name] for cell in chosen]
 
 
@@ -151,13 +153,26 @@ class _GridRun:
             self.done[cell.name] = record
         return missing
 
+    def run_here(self, cells: Sequence[Cell]) -> None:
+        """Run ``cells`` in this process, one after the other; their records go to ``done``."""
+        for cell in cells:
+            if (problem := broken_device()) is not None:
+                why = f"not run: an earlier cell left the GPU unusable ({problem}); run again"
+                self.done[cell.name] = self.give_up(cell, why)
+                continue
+            self.done[cell.name] = run_cell(
+                self.plan, cell.name, out=self.store.directory, cache=self.cache,
+                progress=self.progress, force=self.force or cell.name in self.rerun,
+                reuse=not self.force,
+            )  # fmt: skip
+
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
         """Run ``cells`` side by side on ``executor``; their records go to ``done``."""
         out, cache = self.store.directory.resolve(), self.cache.resolve()
         if isinstance(executor, Workers):  # of this host, with one cache
             ahead = partial(quantize_ahead, self.plan, out=out, cache=cache)
             self.quantize_ahead = partial(_submit, executor, ahead)
-        # executors in this process and over other hosts have their own ``listen``
+        # an executor over other hosts has its own ``listen``
         with getattr(executor, "listen", listening)(self.progress) as reporter:
             call = partial(run_cell, self.plan, out=out, cache=cache, reuse=not self.force)
             self._side_by_side(cells, partial(_submit, executor, call, progress=reporter))
@@ -178,8 +193,6 @@ class _GridRun:
                 waiting.remove(cell)
                 future = submit(cell.name, force=self.force or cell.name in self.rerun)
                 at_work[future] = cell
-                if future.done():  # in this process: cells come in their order
-                    break
             if ahead is None:  # after the cells that others wait for, which come first
                 # calibration is the longest part; a failure is reported when the cell runs
                 ahead = {

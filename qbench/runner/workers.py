@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as Threads
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from multiprocessing import (
     active_children,
@@ -35,7 +35,6 @@ from qbench.machine import (
     interrupts_blocked,
     set_library_env,
 )
-from qbench.progress import Progress
 
 PRELOAD = "qbench.runner.preload"
 LONGEST_FOLDER = 70  # bytes of the path of temporary files
@@ -56,28 +55,6 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 class LostExecutorError(BrokenExecutor):
     """A whole executor is gone, not only one of its processes; the message names the remedy."""
-
-
-class SerialExecutor(Executor):
-    """An executor that runs each call in this process when it is submitted."""
-
-    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        """Call ``fn`` now; return a future that has its result or exception: LostExecutorError,
-        without a call, if this process can use its GPU no more."""
-        future: Future = Future()
-        try:
-            if (problem := broken_device()) is not None:
-                raise LostExecutorError(
-                    f"not run: an earlier cell left the GPU unusable ({problem}); run again"
-                )
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def listen(self, progress: Progress) -> AbstractContextManager[Progress]:
-        """Return a context with ``progress`` itself: cells run in this process."""
-        return nullcontext(progress)
 
 
 class Workers(Executor):

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
 from qbench.runner.grid import _GridRun, quantize_ahead, run, run_cells
 from qbench.runner.progress import Display
-from qbench.runner.workers import LostExecutorError, SerialExecutor, Workers
+from qbench.runner.workers import LostExecutorError, Workers
 from qbench.store import Store
 
 TASKS = ["demo_lastword"]
@@ -159,7 +159,7 @@ def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
     assert giving_up.result() == made == store.get(cell.grid_cell)
 
 
-class Lost(SerialExecutor):
+class Lost(Executor):
     """As a cluster whose scheduler has died."""
 
     def submit(self, fn, name, **settings):
@@ -172,6 +172,13 @@ def test_cells_of_an_executor_that_is_lost_fail_at_once_and_say_so(tmp_path):
         records = run_cells(planned(tmp_path), out=tmp_path / "out", executor=Lost(),
                             progress=display)  # fmt: skip
     assert {record.error for record in records} == {"the cluster was lost; start it"}
+
+
+def test_no_cell_is_run_in_a_process_whose_gpu_is_broken(tmp_path, monkeypatch):
+    monkeypatch.setattr("qbench.machine._broken_device", "CUDA error")
+    records = run_cells(planned(tmp_path), out=tmp_path / "out")
+    assert {record.status for record in records} == {"failed"}
+    assert "an earlier cell left the GPU unusable (CUDA error)" in records[0].error
 
 
 def test_weights_are_quantized_while_the_unquantized_cells_run(tmp_path):
