@@ -87,7 +87,7 @@ def load(name: str) -> Any:
         from qbench.cli.options import CommandGroup  # recipes: half a second
 
         group = CommandGroup()
-        group.command(name)(function)
+        group.register(function, name)
     command = typer.main.get_command(group)
     command.name = name
     return command

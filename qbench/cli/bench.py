@@ -44,7 +44,7 @@ def quiet() -> Iterator[Callable[[str], None]]:
         yield lambda line: print(line, file=screen)
 
 
-@bench.command("attention")
+@bench.register
 def attention(
     out: Json = None,
     quick: bool = False,
@@ -66,7 +66,7 @@ def attention(
     show(bench.table(results), results, out)
 
 
-@bench.command("generation")
+@bench.register
 def generation(
     shape: Shape = "340m",
     prompts: Annotated[int, typer.Option(min=1)] = 500,
@@ -102,7 +102,7 @@ def generation(
     show(bench.table(results), results, out)
 
 
-@bench.command("evaluation")
+@bench.register
 def evaluation(
     *,
     recipe: RecipeFile,
@@ -128,7 +128,7 @@ def evaluation(
     show(bench.table(results), results, out)
 
 
-@bench.command("command")
+@bench.register
 def command(
     *,
     recipe: RecipeFile,
@@ -157,7 +157,7 @@ def command(
     show(bench.table(results), results, out)
 
 
-@bench.command("cells")
+@bench.register
 def cells(
     folder: Folder,
     only: Only = None,

@@ -53,41 +53,39 @@ class CommandGroup(typer.Typer):
             add_completion=False, no_args_is_help=bool(help), rich_markup_mode="markdown", help=help
         )
 
-    def command(self, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Return a decorator that registers a command as ``name``. Flags that default to False get
-        no ``--no-``."""
+    def register(
+        self, command: Callable[..., None], name: str | None = None
+    ) -> Callable[..., None]:
+        """Add a command to the group as ``name``, by default the function's, and return it. Flags
+        that default to False get no ``--no-``."""
+        about, _, section = (inspect.getdoc(command) or "").partition("\n\nOptions:\n")
+        entries = (line.partition(": ") for line in re.sub(r"\n +", " ", section).splitlines())
+        help = {parameter: text for parameter, _, text in entries}
+        parameters: list[inspect.Parameter] = []
+        chosen: tuple[str, ...] = ()  # fields of Overrides
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            if parameter.name == "overrides":
+                chosen = get_args(parameter.annotation)[1:] or tuple(Overrides.model_fields)
+                parameters += [
+                    parameter.replace(name=name, default=None, annotation=OPTIONS[name])
+                    for name in (*chosen, "plugin")
+                ]
+            else:
+                annotation = _with_help(parameter, help.get(parameter.name))
+                parameters.append(parameter.replace(annotation=annotation))
 
-        def register(command: Callable[..., None]) -> Callable[..., None]:
-            about, _, section = (inspect.getdoc(command) or "").partition("\n\nOptions:\n")
-            entries = (line.partition(": ") for line in re.sub(r"\n +", " ", section).splitlines())
-            help = {parameter: text for parameter, _, text in entries}
-            parameters: list[inspect.Parameter] = []
-            chosen: tuple[str, ...] = ()  # fields of Overrides
-            for parameter in inspect.signature(command, eval_str=True).parameters.values():
-                if parameter.name == "overrides":
-                    chosen = get_args(parameter.annotation)[1:] or tuple(Overrides.model_fields)
-                    parameters += [
-                        parameter.replace(name=name, default=None, annotation=OPTIONS[name])
-                        for name in (*chosen, "plugin")
-                    ]
-                else:
-                    annotation = _with_help(parameter, help.get(parameter.name))
-                    parameters.append(parameter.replace(annotation=annotation))
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> None:
+            if chosen:
+                del values["plugin"]  # was loaded while the options were read
+                values["overrides"] = _overrides({name: values.pop(name) for name in chosen})
+            command(**values)
 
-            @functools.wraps(command)
-            def wrapper(**values: Any) -> None:
-                if chosen:
-                    del values["plugin"]  # was loaded while the options were read
-                    values["overrides"] = _overrides({name: values.pop(name) for name in chosen})
-                command(**values)
-
-            # what typer reads
-            wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
-            wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-            super(CommandGroup, self).command(name, help=about)(wrapper)
-            return command
-
-        return register
+        # what typer reads
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        self.command(name or command.__name__, help=about)(wrapper)
+        return command
 
 
 def _overrides(given: dict[str, Any]) -> Overrides:
