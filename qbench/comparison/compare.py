@@ -14,7 +14,7 @@ from qbench.comparison.outcomes import flips_of
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import KL_MEAN, REDUNDANT, is_percentage, rank
-from qbench.records import ANSWERS, GridCell, Record, RunManifest, Score
+from qbench.records import ANSWERS, Record, RunManifest, Score
 from qbench.store import Store
 from qbench.text import NO_VALUE
 
@@ -83,6 +83,29 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterator[Row]:
         for quantizer, metric in product(quantizers, metrics):
             like = examples[task].get(metric)
             aggregation = like.aggregation if like else ""
+            entries = {}
+            for checkpoint in grid.checkpoints:
+                name, score = f"{checkpoint}/{quantizer}", None
+                record = records.get(name) if name in cells else None
+                status, reason = "missing", "not in the grid"
+                if name in cells:
+                    status, reason = status_of(record)
+                if record is not None and status == "ok":
+                    score = scores[name].get((task, metric))
+                    if score is None and task in record.failed_tasks:
+                        status, reason = "failed", record.failed_tasks[task]
+                    elif score is None:
+                        status, reason = "missing", f"the record has no {metric} of {task}"
+                entries[checkpoint] = RowValue(
+                    checkpoint=checkpoint,
+                    cell=name,
+                    status=status,
+                    key=cells[name].key if name in cells else "",
+                    value=score and score.value,
+                    stderr=score and score.stderr,
+                    documents=score and score.documents,
+                    reason=reason,
+                )
             yield Row(
                 task=task,
                 label=like.label if like else task,
@@ -96,36 +119,5 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterator[Row]:
                 precision=first[quantizer].precision,
                 percent=is_percentage(metric),
                 redundant=REDUNDANT.get(metric) in metrics,
-                entries={
-                    name: _entry(name, quantizer, cells, records, scores, (task, metric))
-                    for name in grid.checkpoints
-                },
+                entries=entries,
             )
-
-
-def _entry(
-    checkpoint: str, quantizer: str, cells: Mapping[str, GridCell], records: Mapping[str, Record],
-    scores: Mapping[str, Mapping[tuple[str, str], Score]], name: tuple[str, str],
-) -> RowValue:  # fmt: skip
-    """Return the score ``name`` (task, metric) of one cell, or the reason why there is none."""
-    (task, metric), cell_name = name, f"{checkpoint}/{quantizer}"
-    cell = cells.get(cell_name)
-    record = records.get(cell.cell) if cell else None
-    status, reason = status_of(record) if cell else ("missing", "not in the grid")
-    score = None
-    if record is not None and status == "ok":
-        score = scores[cell.cell].get(name)
-        if score is None and task in record.failed_tasks:
-            status, reason = "failed", record.failed_tasks[task]
-        elif score is None:
-            status, reason = "missing", f"the record has no {metric} of {task}"
-    return RowValue(
-        checkpoint=checkpoint,
-        cell=cell_name,
-        status=status,
-        key=cell.key if cell else "",
-        value=score and score.value,
-        stderr=score and score.stderr,
-        documents=score and score.documents,
-        reason=reason,
-    )

@@ -22,9 +22,9 @@ from qbench.statistics import (
     Missing,
     Trainings,
     adjust,
+    drawing_error,
     effects,
     over_trainings,
-    with_drawing_error,
 )
 from qbench.statistics.panel import Signs
 from qbench.store import Store
@@ -104,10 +104,11 @@ def _effects(
         signs = [signs for [[signs]] in contrasts.values()]
         made = effects(columns[task], signs, aggregation)
         for key, names, answer in zip(contrasts, signs, made, strict=True):
-            if key[1] in TESTED:
+            drawn = [columns[task].get((cell, variance_name(metric))) for cell, metric in names]
+            if key[1] in TESTED and isinstance(answer, Effect) and any(drawn):
                 scores = [columns[task][name] for name in names]
-                drawn = [columns[task].get((cell, variance_name(metric))) for cell, metric in names]
-                answer = with_drawing_error(answer, scores, drawn, aggregation)
+                error = drawing_error(scores, drawn, aggregation)
+                answer = dataclasses.replace(answer, drawn=error)
             answers[key] = answer
     return answers
 

@@ -41,9 +41,9 @@ from qbench.statistics import (
     Missing,
     Panel,
     documents_needed,
+    drawing_error,
     effects,
     samples_needed,
-    with_drawing_error,
 )
 from qbench.statistics.effect import DRAWN_ERRORS
 from qbench.statistics.panel import as_scored
@@ -220,10 +220,12 @@ def _compared(
         ratios = panel.values.sum(axis=0) / panel.weights.sum(axis=0)
         old, new = as_scored(ratios, score.aggregation).tolist()
         documents = panel.documents
+    if isinstance(loss, Effect) and any(variances):
+        loss = replace(loss, drawn=drawing_error(columns, variances, score.aggregation))
     return GateResult(
         cell=cell, task=score.task, metric=score.metric, outcome="inconclusive", reason="",
         score=score, old=old, new=new, documents=documents,
-        effect=with_drawing_error(loss, columns, variances, score.aggregation),
+        effect=loss,
         precision=precision.words if precision.in_parts else "",
     )  # fmt: skip
 

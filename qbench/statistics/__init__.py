@@ -17,7 +17,6 @@ from qbench.statistics.effect import (
     effect,
     effects,
     samples_needed,
-    with_drawing_error,
 )
 from qbench.statistics.panel import KL_MEAN, LOG_MEAN, Column, Panel, joined
 from qbench.statistics.seeds import Trainings, over_seeds, over_trainings

@@ -374,16 +374,6 @@ def drawing_error(
     return math.sqrt(total)
 
 
-def with_drawing_error(
-    answer: Answer, scores: Iterable[Column], variances: Sequence[Column | None], aggregation: str
-) -> Answer:
-    """Return ``answer`` with its ``drawn`` error, if any of its scores' answers are drawn. The
-    other arguments are those of ``drawing_error``."""
-    if isinstance(answer, Missing) or not any(variances):
-        return answer
-    return dataclasses.replace(answer, drawn=drawing_error(scores, variances, aggregation))
-
-
 def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
     """Return by which factor, at least 1, samples per prompt must increase to show that a loss is
     within a margin that is ``gap`` away, as ``documents_needed``. ``drawn`` is the part of

@@ -44,7 +44,8 @@ def score_tables(comparison: Comparison) -> list[Table]:
     tables = from_rows(rows, title="Precisions", notes=notes)
     for method in by_method(comparison):
         tables += tables_of(method)
-    return [*tables, *against_table(comparison), *answer_tables(comparison)]
+    tables += against_table(comparison) if comparison.against else []
+    return [*tables, *(answer_tables(comparison) if comparison.answers else [])]
 
 
 def table_files(

@@ -29,7 +29,7 @@ from qbench.comparison.wording import (
     interval_text,
     mostly_seeds,
 )
-from qbench.records import ANSWERS, KEY_DIGITS, TaskDamage
+from qbench.records import ANSWERS, KEY_DIGITS
 from qbench.statistics import documents_for_margin, samples_needed
 from qbench.statistics.effect import DRAWN_ERRORS
 from qbench.tables.table import Cells, Table, from_rows
@@ -410,13 +410,18 @@ def _one_model(method: MethodLines) -> list[Table]:
     order, rows = [(row.task, row.metric) for row in method.rows], []
     for row in sorted(method.rows, key=lambda row: order.index((row.task, row.metric))):
         cell, effect = f"{checkpoint}/{row.quantizer}", row.effects.get(("damages", checkpoint))
-        record = comparison.records.get(cell)
+        record, damage = comparison.records.get(cell), comparison.task_damage(cell, row.task)
         bits, size = bits_per_weight(record), gib(record)
+        measured = damage.distributions if damage else None
+        flips = damage.flips.get(row.metric) if damage else None
         lost = {
             "Damage": effect_text(effect, percent=row.percent),
             INTERVAL: interval_text(effect, percent=row.percent),
             AT_MOST: bound_text(effect, percent=row.percent),
-            **_cost_texts(comparison.task_damage(cell, row.task), row.metric),
+            "KL": significant(measured.kl.mean) if measured else NO_VALUE,
+            "KL p99": significant(measured.kl.p99) if measured else NO_VALUE,
+            "Flips": f"{flips.right_to_wrong} / {flips.wrong_to_right}" if flips else NO_VALUE,
+            "Same top token": f"{100 * measured.top1_agreement:.1f} %" if measured else NO_VALUE,
         }
         rows.append(
             {
@@ -442,17 +447,6 @@ def _one_model(method: MethodLines) -> list[Table]:
         records=_records(method.rows),
     )
 
-
-def _cost_texts(damage: TaskDamage | None, metric: str) -> dict[str, str]:
-    """Return the cells KL (mean, 99th percentile), flips and top-1 agreement."""
-    measured = damage.distributions if damage else None
-    flips = damage.flips.get(metric) if damage else None
-    return {
-        "KL": significant(measured.kl.mean) if measured else NO_VALUE,
-        "KL p99": significant(measured.kl.p99) if measured else NO_VALUE,
-        "Flips": f"{flips.right_to_wrong} / {flips.wrong_to_right}" if flips else NO_VALUE,
-        "Same top token": f"{100 * measured.top1_agreement:.1f} %" if measured else NO_VALUE,
-    }
 
 
 def _names(line: Row) -> Cells:
@@ -488,7 +482,7 @@ def documents_text(line: Row) -> str:
 
 def against_table(comparison: Comparison) -> list[Table]:
     """Return a list with the table of the losses of each precision compared with
-    ``comparison.against``, by score; [] if that is None."""
+    ``comparison.against``, by score; [] if no other precision has scores."""
     rows = []
     for row in comparison.seeds or comparison.lines:
         if not row.redundant and (effects := row.of("against").values()):
