@@ -76,14 +76,19 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
             f"{name}: {checkpoint.folder} holds other weights now; restore them, or run the cell "
             "again"
         )
-    text = parts.get("calibration")
+    if (text := parts.get("calibration")) is not None:
+        assert sources.calibration, "a run with calibrated cells keeps the path of their text"
+        text = CalibrationText(
+            path=sources.calibration, digest=text["text"], samples=text["samples"],
+            length=text["length"], seed=text["seed"], bos=text.get("bos", False),
+        )  # fmt: skip
     cell = Cell(
         checkpoint_name=record.checkpoint,
         checkpoint=replace(checkpoint, normalizer=record.normalizer),
         label=record.quantizer,
         quantization=config_of_record(parts["quantizer"]),
         attention=parts["attention"],
-        calibration=text and _text(sources.calibration, text),
+        calibration=text,
         key=record.key,
         key_parts=parts,
         scoring=None,  # nothing is scored
@@ -109,16 +114,6 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
         model, how = quantized_model(cell, model, tokenizer, cache, lambda done, total: None)
         _require_audited(record, model, cell.quantization)
     return MeasuredCell(record=record, cell=cell, model=model, tokenizer=tokenizer, how=how)
-
-
-def _text(path: Path | None, text: dict[str, Any]) -> CalibrationText:
-    """Return the calibration text in the file ``path`` (required) with the settings ``text``: the
-    part of a record's key that describes its calibration."""
-    assert path is not None, "a run with calibrated cells keeps the path of their text"
-    return CalibrationText(
-        path=path, digest=text["text"], samples=text["samples"], length=text["length"],
-        seed=text["seed"], bos=text.get("bos", False),
-    )  # fmt: skip
 
 
 def _require_audited(record: Record, model: PreTrainedModel, config: Any) -> None:

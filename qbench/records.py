@@ -55,9 +55,8 @@ class Environment(RecordModel):
     versions: dict[str, str]  # distribution name → version
     git_revision: str | None
     qbench: str
-    plugins: dict[str, str] = Field(
-        default_factory=dict
-    )  # files with their SHA-256, packages with their version
+    # files with their SHA-256, packages with their version
+    plugins: dict[str, str] = Field(default_factory=dict)
 
 
 # What of a model is quantized, and to how many bits.

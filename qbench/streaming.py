@@ -210,9 +210,8 @@ class Stream:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="qbench-stream")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step: _Step | None = None
-        self._gives = (
-            0  # length of a block's output tuple; 0: it returns the hidden states without a tuple
-        )
+        # length of a block's output tuple; 0: it returns the hidden states without a tuple
+        self._gives = 0
 
     def load_block(self, name: str) -> None:
         """Do what :func:`load_block` does."""

@@ -110,7 +110,10 @@ def check(
     summary: Write all rows as Markdown here; the terminal shows those that do not pass.
     junit: Also write JUnit XML here.
     """
-    _require_other_files({"--baseline": baseline, "--summary": summary, "--junit": junit})
+    named: dict[Path, str] = {}
+    for option, path in (("--baseline", baseline), ("--summary", summary), ("--junit", junit)):
+        if path is not None and (first := named.setdefault(path.resolve(), option)) != option:
+            raise OutputError(f"{option} {path}: {first} names the same file; name another")
     verdict = judge(
         Store(folder),
         baseline,
@@ -123,14 +126,6 @@ def check(
             write_atomically(path, text(verdict).encode(errors="replace"))
     typer.echo(as_markdown(verdict, passed=False), nl=False)
     raise typer.Exit(verdict.exit_code)
-
-
-def _require_other_files(named: dict[str, Path | None]) -> None:
-    """Raise OutputError if two options name the same file."""
-    seen: dict[Path, str] = {}
-    for option, path in named.items():
-        if path is not None and (first := seen.setdefault(path.resolve(), option)) != option:
-            raise OutputError(f"{option} {path}: {first} names the same file; name another")
 
 
 def baseline(

@@ -176,9 +176,8 @@ def run(
     require_folder(cache_folder(), "$QBENCH_CACHE")
     if save_recipe is not None:
         save(recipe, overrides, save_recipe)
-    with launch(
-        launcher, cells, cluster=cluster, gpus=gpus, workers=workers
-    ) as launcher:  # its processes import libraries while the run is planned
+    # its processes import libraries while the run is planned
+    with launch(launcher, cells, cluster=cluster, gpus=gpus, workers=workers) as launcher:
         planned, records = _run_cells(launcher, only, force)
     from qbench.cli.results import show_tables  # pandas
 

@@ -17,20 +17,18 @@ WIDTH = 100
 
 def summary(comparison: Comparison) -> str:
     """Return as text: models and data, the verdict, missing and failed cells, and a table with a
-    line per precision, if any was scored."""
+    line per precision, if any was scored, with as many columns as fit the width and their legend.
+    """
     lines = [*verdict(comparison)]
     lines += group_by_reason((cell.cell, reason) for cell, reason in comparison.problems())
     if comparison.grid.skipped:
         lines.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
-    text = "\n\n".join(
+    above = "\n\n".join(
         "\n".join(fill(line, WIDTH) for line in part) for part in (about(comparison), lines) if part
     )
     rows = precision_rows(comparison)
-    return f"{text}\n\n{_table(comparison, rows)}" if rows else f"{text}\n"
-
-
-def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
-    """Return ``rows`` as text with as many columns as fit the width, and their legend."""
+    if not rows:
+        return f"{above}\n"
     shown = list(rows[0])
 
     def text() -> str:
@@ -44,7 +42,7 @@ def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
     hidden = [name for name in rows[0] if name not in shown]
     notes = legend(comparison, [{name: row[name] for name in shown} for row in rows], shown[4:])
     notes += [f"In tables.md also: {', '.join(hidden)}."] if hidden else []
-    return f"{text()}\n\n{fill(' '.join(notes), WIDTH)}\n"
+    return f"{above}\n\n{text()}\n\n{fill(' '.join(notes), WIDTH)}\n"
 
 
 def legend(

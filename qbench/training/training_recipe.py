@@ -40,9 +40,8 @@ class Compute(Strict):
 
 GATES = {"+head-gate": "head", "+element-gate": "element"}
 MOST_STEPS = 10**8
-Decay = Annotated[
-    float, Field(strict=True, ge=0, lt=1)
-]  # of a running mean; with 1 it never begins
+# of a running mean; with 1 it never begins
+Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
 Positive = Annotated[float, Field(strict=True, gt=0)]
 
 
@@ -82,9 +81,8 @@ class Shape(Strict):
     parameters: dict[str, OwnParameter] = Field({})
     norm_eps: Positive = 1e-6
     tied: Flag = False
-    init: Annotated[float, Field(strict=True, gt=0, le=1)] = (
-        0.02  # standard deviation of every weight matrix
-    )
+    # standard deviation of every weight matrix
+    init: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.02
 
     @model_validator(mode="after")
     def _agrees(self) -> Shape:
@@ -232,7 +230,7 @@ class TrainingRecipe(Strict):
     def _has_parameters(self) -> TrainingRecipe:
         """Refuse parameters that no listed attention function has."""
         functions = [split_gate(name)[0] for name in self.normalizers]
-        parameters = [NORMALIZERS.get(name).parameters for name in functions]
+        parameters = [NORMALIZERS[name].parameters for name in functions]
         attributes = dict.fromkeys(parameter.attribute for each in parameters for parameter in each)
         for name in self.model.parameters:
             if name not in attributes:

@@ -19,7 +19,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,17 +86,16 @@ def unreadable(store: Store) -> Mapping[str, str]:
 class Results:
     """Hold one results folder and its comparison.
 
-    Intervals and tests take seconds: a thread computes them for the newest ``version`` of the
-    folder, one version after another, and ``overview`` says whether it has them.
+    Intervals and tests take seconds: a thread computes them for one ``version`` of the folder after
+    another, and ``overview`` says whether it has them.
     """
 
     def __init__(self, store: Store, *, texts: Texts | None = None) -> None:
         self.store = store
         self.texts = texts
-        self._lock = threading.Lock()
+        self._lock, self._thread = threading.Lock(), ThreadPoolExecutor(1)
         self._version: int | None = None
         self._tested: Future[Comparison] = Future()
-        self._thread: threading.Thread | None = None
 
     @property
     def version(self) -> int:
@@ -136,26 +135,8 @@ class Results:
             version = self.version
             if version != self._version:
                 self._tested.cancel()  # if it has not begun
-                self._version, self._tested = version, Future()
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._test, daemon=True)
-                    self._thread.start()
+                self._version, self._tested = version, self._thread.submit(compare, self.store)
             return self._tested
-
-    def _test(self) -> None:
-        """Compute comparisons, in the thread, until that of the newest version is done."""
-        while True:
-            with self._lock:
-                tested = self._tested
-                tested.set_running_or_notify_cancel()
-            try:
-                tested.set_result(compare(self.store))
-            except BaseException as error:  # raised again when the result is read
-                tested.set_exception(error)
-            with self._lock:
-                if self._tested is tested:
-                    self._thread = None
-                    return
 
     def payload(self, name: str, *, wait: bool = False) -> Json:
         """Return the payload ``name``, such as overview or cell/3. ``wait``: until intervals and
@@ -212,6 +193,9 @@ def overview(results: Results, comparison: Comparison) -> Json:
     grid, store = comparison.grid, results.store
     lines = [line for line in comparison.lines if not line.redundant]
     labels = {line.task: line.label for line in lines}
+    notes, once = training_notes(comparison), ", ".join(comparison.trained_once)
+    if once and comparison.seeds:
+        notes.append(f"Trained once, and so not over seeds: {once}. `qbench tables` compares it.")
     return {
         "ready": comparison.tested or not comparison.records,
         "name": grid.name,
@@ -225,20 +209,12 @@ def overview(results: Results, comparison: Comparison) -> Json:
         "by_group": [_line(line, seeds=True) for line in comparison.seeds if not line.redundant],
         "verdict": verdict(comparison),
         "about": about(comparison),
-        "summary": _in_more_words(comparison) if comparison.tested else [],
+        "summary": notes if comparison.tested else [],  # below the verdict
         "problems": [
             *(f"{cell.cell}: {text}" for cell, text in comparison.problems()),
             *unreadable(store).values(),
         ],
     }
-
-
-def _in_more_words(comparison: Comparison) -> list[str]:
-    """Return notes below the verdict: on trainings, and checkpoints that were trained once."""
-    notes, once = training_notes(comparison), ", ".join(comparison.trained_once)
-    if once and comparison.seeds:
-        notes.append(f"Trained once, and so not over seeds: {once}. `qbench tables` compares it.")
-    return notes
 
 
 def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:

@@ -57,15 +57,9 @@ def write_analyses(store: Store) -> list[Path]:
             write_atomically(paths[-1], text.encode())
         else:  # of an earlier analysis, which had rows
             (folder / name).unlink(missing_ok=True)
-    return [*paths, *write_figures(results, folder / "figures")]
-
-
-def write_figures(results: AnalysisResults, folder: Path) -> list[Path]:
-    """Write each figure that has data to ``folder/<name>.svg``; return the paths."""
-    paths = []
     with rc_context(STYLE):
         for name, figure in _figures(results):
-            paths.append(folder / f"{name}.svg")
+            paths.append(folder / "figures" / f"{name}.svg")
             save_svg(figure, paths[-1])
     return paths
 
