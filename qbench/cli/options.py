@@ -78,7 +78,12 @@ class CommandGroup(typer.Typer):
         def wrapper(**values: Any) -> None:
             if chosen:
                 del values["plugin"]  # was loaded while the options were read
-                values["overrides"] = _overrides({name: values.pop(name) for name in chosen})
+                try:
+                    values["overrides"] = Overrides(**{name: values.pop(name) for name in chosen})
+                except RecipeError as error:
+                    field, _, why = str(error).partition(": ")
+                    option = "checkpoint" if field == "checkpoints" else field.replace("_", "-")
+                    raise RecipeError(f"--{option}: {why}") from None
             command(**values)
 
         # what typer reads
@@ -86,16 +91,6 @@ class CommandGroup(typer.Typer):
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
         self.command(name or command.__name__, help=about)(wrapper)
         return command
-
-
-def _overrides(given: dict[str, Any]) -> Overrides:
-    """Return the Overrides of the options ``given``. Raises RecipeError that names the option."""
-    try:
-        return Overrides(**given)
-    except RecipeError as error:
-        field, _, why = str(error).partition(": ")
-        option = "checkpoint" if field == "checkpoints" else field.replace("_", "-")
-        raise RecipeError(f"--{option}: {why}") from None
 
 
 def _with_help(parameter: inspect.Parameter, help: str | None) -> Any:

@@ -87,8 +87,8 @@ class EvenlySpaced(GroupedIntegers):
     @property
     def scheme(self) -> str:
         """Return the scheme in the field's words: ``int4 symmetric in groups of 128``."""
-        kind, _, rest = super().scheme.partition(" ")
-        return f"{kind} {'symmetric' if self.symmetric else 'asymmetric'} {rest}"
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        return f"int{self.num_bits} {kind} {shared_by(self.group_size or self.sizes[0])}"
 
 
 @register(
