@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from qbench.attention.implementation import NATIVE
+from qbench.attention import NATIVE
 from qbench.attention.transformers import batch_invariant
 from qbench.cell_result import CellResult, TaskResult
 from qbench.checkpoints.find import elements
@@ -35,7 +35,6 @@ from qbench.errors import (
     UnavailableError,
 )
 from qbench.evaluation.answers import Answered, answer, with_kl
-from qbench.evaluation.degradation import distributions, divergence_table
 from qbench.evaluation.evaluate import (
     LoadedTask,
     ask,
@@ -45,7 +44,13 @@ from qbench.evaluation.evaluate import (
     judge,
     load_task,
 )
-from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
+from qbench.evaluation.kl_observer import (
+    BaselineHiddenStates,
+    BaselineWriter,
+    KLObserver,
+    distributions,
+    divergence_table,
+)
 from qbench.evaluation.llamacpp import LlamaCpp, external_model
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.generate import end_tokens
@@ -96,9 +101,8 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
             f"checkpoint {cell.checkpoint.source}: its tokenizer has neither a BOS nor an EOS "
             "token, and lm-eval puts one of them before texts; name one in tokenizer_config.json"
         )
-    with ThreadPoolExecutor(
-        1
-    ) as thread:  # tasks are loaded and their requests built while weights are read
+    # tasks are loaded and their requests built while weights are read
+    with ThreadPoolExecutor(1) as thread:
         loading = thread.submit(_load_tasks, result)
         for settings in cell.quantization.parts.values():
             thread.submit(backend, settings)  # imports it: hqq takes a second and more
@@ -123,7 +127,6 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
         with result.measured("evaluate"):
             building.exception()  # waits; what cannot be built says so when its task is scored
             _Evaluation(result, tokenizer, store, cache).run(model, tasks, reuse)
-
 
 
 def _load_tasks(result: CellResult) -> list[LoadedTask]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from qbench.attention.implementation import NATIVE
+from qbench.attention import NATIVE
 from qbench.checkpoints import find
 from qbench.checkpoints.find import linear_shapes
 from qbench.checkpoints.fla import recognizes

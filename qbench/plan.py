@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qbench import __version__, hub
-from qbench.attention.implementation import NATIVE
+from qbench.attention import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import (
@@ -515,8 +515,7 @@ def _cell(
         quantization, copy = find_copy(quantization, name, checkpoint, shapes, device)
     config = in_transformers_words(checkpoint.config)
     reasons = []
-    if shapes and quantization.weights is not None:
-        names = quantization.weights.end_names
+    if shapes and quantization.weights is not None and (names := quantization.weights.end_names):
         shapes = shapes | {n: s for n, s in end_shapes(checkpoint).items() if n in names}
     try:
         quantization = quantization.fitted(shapes)
@@ -573,7 +572,7 @@ def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
         "weights": cell.checkpoint.digest,
         "checkpoint": cell.checkpoint.digests or None,
         "normalizer": normalizer,
-        "normalizer source": None if normalizer == NATIVE else NORMALIZERS.get(normalizer).source,
+        "normalizer source": None if normalizer == NATIVE else NORMALIZERS[normalizer].source,
         "quantizer": cell.quantization.to_dict(),
         "calibration": text,
         "tasks": {task.name: task.digest for task in plan.tasks},
@@ -789,13 +788,13 @@ def unsupported_reasons(
 ) -> Iterator[str]:
     """Yield each reason why a quantizer can never run with this checkpoint, whose linear layers
     have these ``shapes``."""
-    all_linear = shapes and not has_other_matrices(checkpoint)
     try:
         for part in quantization.parts.values():
             part.check_layers(shapes)
-            if all_linear:  # ``shapes`` are all matrices; their names' ends are the model's
-                words = (p.rpartition(".")[2] for p in part.ignore if not set(p) & set("*?["))
-                require_matches(shapes, tuple(words), part.name)
+            words = tuple(p.rpartition(".")[2] for p in part.ignore if not set(p) & set("*?["))
+            if words and shapes and not has_other_matrices(checkpoint):
+                # ``shapes`` are all matrices; their names' ends are the model's
+                require_matches(shapes, words, part.name)
     except QuantizationError as error:
         yield str(error)
     weights, evaluation, text = quantization.weights, recipe.evaluation, recipe.calibration

@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from qbench.errors import RecipeError, first_line, shown
 from qbench.files import NAME, NAME_RULE, digest, reason
@@ -43,13 +43,10 @@ class Registry(dict[str, T]):
         self[name] = thing
         return thing
 
-    def get(self, name: str) -> T:
-        """Return the object registered under ``name``. Raises RecipeError, which lists all names,
-        for an unknown one."""
-        if name not in self:
-            names = ", ".join(self) or "none; --plugin FILE registers one"
-            raise RecipeError(f"unknown {self.kind} {name!r}; known: {names}")
-        return self[name]
+    def __missing__(self, name: str) -> NoReturn:
+        """Raise RecipeError for an unknown name, which lists all names."""
+        names = ", ".join(self) or "none; --plugin FILE registers one"
+        raise RecipeError(f"unknown {self.kind} {name!r}; known: {names}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

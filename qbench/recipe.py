@@ -37,7 +37,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from qbench import removed
-from qbench.attention.implementation import NATIVE
+from qbench.attention import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints.find import HUB_ID
 from qbench.errors import DataError, QbenchError, RecipeError, shown, validation_line
@@ -741,7 +741,8 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     copies_only = path is None and not checkpoints  # copies without an original
     if copies_only:
         checkpoints, copies = copies, {}
-    _replace_checkpoints(source, checkpoints)
+    if checkpoints:
+        _replace_checkpoints(source, checkpoints)
     for part, key in {"quantizers": "label", "tasks": "name"}.items():
         if (names := getattr(changed, part)) is not None:
             source.replace(_named(values.get(part, []), names, key), part)

@@ -8,7 +8,7 @@ from qbench.attention.normalizers import NORMALIZERS
 def parameters(normalizer, heads, *, dtype=torch.float64, slopes=False):
     """Those that it needs, and with ``slopes`` ALiBi's; each head another."""
     given = {}
-    for parameter in NORMALIZERS.get(normalizer).parameters:
+    for parameter in NORMALIZERS[normalizer].parameters:
         if parameter.name == "slopes" and slopes:
             given["slopes"] = (0.5 ** torch.arange(1, heads + 1)).to(dtype)
         elif parameter.required:
@@ -19,7 +19,7 @@ def parameters(normalizer, heads, *, dtype=torch.float64, slopes=False):
 
 def attach(model, normalizer, *, slopes=False):
     """Puts them where a model's attention modules keep them."""
-    attributes = {p.name: p.attribute for p in NORMALIZERS.get(normalizer).parameters}
+    attributes = {p.name: p.attribute for p in NORMALIZERS[normalizer].parameters}
     heads = model.config.num_attention_heads
     given = parameters(normalizer, heads, dtype=model.dtype, slopes=slopes)
     for layer in model.model.layers:

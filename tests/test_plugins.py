@@ -48,7 +48,7 @@ def test_the_cells_ran_on_the_plug_ins_and_passed_their_audit(results):
     assert 1 <= cell.audit.bits_per_weight < 2
     assert cell.damage.tasks["demo_choice"].distributions.kl.mean > 0
     assert cell.key_parts["quantizer"]["gain"] == 0.9
-    digest = source_digest(NORMALIZERS.get("toy").__class__)
+    digest = source_digest(NORMALIZERS["toy"].__class__)
     assert cell.key_parts["normalizer source"] == digest
     assert "normalizer source" not in records["softmax/signs"].key_parts
 
@@ -61,7 +61,7 @@ def test_weights_calibrated_under_a_plug_in_have_its_source_in_their_key(results
         parts = verify_tensors(path)["parts"]
         found = parts["calibration"] or {}
         sources[path.name.rpartition("-")[0], found.get("attention")] = found
-    digest = source_digest(NORMALIZERS.get("toy").__class__)
+    digest = source_digest(NORMALIZERS["toy"].__class__)
     assert sources["gptq-4bit", "qbench-toy-reference"]["normalizer source"] == digest
     assert "normalizer source" not in sources["gptq-4bit", "qbench-softmax-reference"]
     assert sources["sign-1bit", None] == {}
@@ -77,7 +77,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 NAMED = "from qbench.quantizers import METHODS, register\nregister("
-OF = "(METHODS.get('bnb-8bit').settings)"
+OF = "(METHODS['bnb-8bit'].settings)"
 
 
 @pytest.mark.parametrize(

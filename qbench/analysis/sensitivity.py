@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from qbench.analysis.hidden import decoder_layers
 from qbench.errors import EvaluationError
-from qbench.evaluation.degradation import ratio
+from qbench.evaluation.kl_observer import ratio
 from qbench.evaluation.scoring.hidden_states import LMHead, decoder_and_head
 from qbench.files import GIB
 from qbench.machine import memory_gib

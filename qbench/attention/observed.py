@@ -54,7 +54,7 @@ def attention_observed(
             f"its attention is {name}, whose weights cannot be measured; analyze a model that "
             "attends with one of qbench's normalizers"
         )
-    function, normalizer = ALL_ATTENTION_FUNCTIONS[name], NORMALIZERS.get(chosen)
+    function, normalizer = ALL_ATTENTION_FUNCTIONS[name], NORMALIZERS[chosen]
     caches = {getattr(module, KV_CACHE, None) for module in model.modules()} - {None}
     traces: dict[nn.Module, KVTrace] = {}
 

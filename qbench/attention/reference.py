@@ -57,7 +57,7 @@ def attention(
     have or that is missing, ValueError for shapes that do not fit.
     """
     query, key, value = autocast(query, key, value)
-    chosen = NORMALIZERS.get(normalizer)
+    chosen = NORMALIZERS[normalizer]
     check(query, key, value, mask, seq_bounds)
     given = chosen.checked(parameters, query.shape[1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale

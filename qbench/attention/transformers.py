@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from qbench.attention import kernels, reference
-from qbench.attention.implementation import choose
+from qbench.attention import choose, kernels, reference
 from qbench.attention.kernels.varlen import packed_bounds
 from qbench.attention.masks import Mask, mask_interface
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
@@ -89,7 +88,7 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
 
 def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tensor, None]]:
     """Return the function that transformers calls in each layer."""
-    chosen = NORMALIZERS.get(normalizer)
+    chosen = NORMALIZERS[normalizer]
 
     def forward(
         module: torch.nn.Module,

@@ -89,7 +89,7 @@ def given(normalizer: str, heads: int, *, sloped: bool = False) -> dict[str, Ten
     """Return the parameters of ``normalizer`` on the GPU, [heads] each, another value per head;
     with ``sloped`` also ALiBi's slopes as in its paper. Optional parameters are left out."""
     parameters = {}
-    for parameter in NORMALIZERS.get(normalizer).parameters:
+    for parameter in NORMALIZERS[normalizer].parameters:
         if parameter is SLOPES and sloped:
             parameters[parameter.name] = torch.tensor(parameter.start(heads), device="cuda")
         elif parameter.required:
@@ -316,7 +316,7 @@ def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -
             reference.attention(*first, normalizer=name, parameters=wide),
         )  # fmt: skip
         runs[f"{name}, random keys"] = partial(kernels.attention, query, key, value, **settings)
-        if NORMALIZERS.get(name).sparse:
+        if NORMALIZERS[name].sparse:
             runs[f"{name}, 99 % of scores negative"] = partial(
                 kernels.attention, query, sparse, value, **settings
             )

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from qbench import hub
-from qbench.attention.implementation import NATIVE, choose
+from qbench.attention import NATIVE, choose
 from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.checkpoints import fla
 from qbench.checkpoints.from_gguf import dequantized_folder
@@ -453,7 +453,7 @@ def model_headers(checkpoint: Checkpoint) -> dict[str, Header]:
 
 def parameters_of(normalizer: str) -> tuple[Parameter, ...]:
     """Return the normalizer's parameters; none for ``native``, whose class reads its own."""
-    return () if normalizer == NATIVE else NORMALIZERS.get(normalizer).parameters
+    return () if normalizer == NATIVE else NORMALIZERS[normalizer].parameters
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)

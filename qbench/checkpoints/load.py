@@ -23,7 +23,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import qbench.checkpoints.gated  # noqa: F401, makes its class known to transformers
-from qbench.attention.implementation import NATIVE
+from qbench.attention import NATIVE
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import (
@@ -195,7 +195,8 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     for name, tensor in tensors.items() if ours else ():  # its s is [H, 1]
         if name.endswith(".self_attn.s") and tensor.shape[1:] == (1,):
             tensors[name] = tensor[:, 0]
-    attach(model, tensors)
+    if tensors:
+        attach(model, tensors)
     require_stored_head(model, checkpoint.folder, headers)
     return model
 
@@ -243,8 +244,6 @@ def attach(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
     """Put ``tensors`` [heads] by name into the attention modules of ``model``, in its dtype. Raises
     CheckpointError for a missing module, for a shape that is not the parameter's, and for a module
     that lacks what others of its class have."""
-    if not tensors:  # models without attention heads are refused by name elsewhere
-        return
     heads = model.config.num_attention_heads
     for name, tensor in tensors.items():
         path, _, attribute = name.rpartition(".")

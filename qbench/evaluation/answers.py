@@ -22,8 +22,7 @@ import numpy as np
 import pandas as pd
 
 from qbench.errors import EvaluationError, first_line
-from qbench.evaluation.degradation import Outcomes
-from qbench.evaluation.evaluate import build_requests, response_table, text_response
+from qbench.evaluation.evaluate import Outcomes, build_requests, response_table, text_response
 from qbench.evaluation.scoring.batching import encode_texts, to_requests
 from qbench.evaluation.scoring.generate import Prompt
 from qbench.metrics import LOG_MEAN, variance_name

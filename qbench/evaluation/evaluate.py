@@ -43,7 +43,6 @@ from pyarrow import ArrowException
 
 from qbench import hub
 from qbench.errors import DataError, EvaluationError, QbenchError, first_line
-from qbench.evaluation.degradation import Outcomes
 from qbench.evaluation.settings import FEWSHOT_SEED, AnswerSettings, ScoringSettings
 from qbench.evaluation.tasks import (
     TaskSpec,
@@ -440,6 +439,17 @@ class _Sample:
     filtered: list[Any]
     metrics: dict[str, Any]
     variances: dict[str, float] = field(default_factory=dict)  # of metrics, if answers are drawn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcomes:
+    """The scores of one task, or of a whole cell, and the tables behind them (see
+    ``qbench.records``).
+    """
+
+    outcomes: pd.DataFrame
+    responses: pd.DataFrame
+    scores: tuple[Score, ...]
 
 
 def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:

@@ -126,7 +126,7 @@ def settings_of(
         raise RecipeError(f"{name} was removed: {removed.QUANTIZERS[name]}")
     if name not in METHODS:
         raise RecipeError(_unknown(name))
-    method, options = METHODS.get(name), dict(options or {})
+    method, options = METHODS[name], dict(options or {})
     for earlier, option in removed.RENAMED_OPTIONS.items():
         if earlier in options and option not in options:
             options[option] = options.pop(earlier)
@@ -233,7 +233,7 @@ def config_of_record(quantizer: Mapping[str, Any]) -> QuantizationConfig:
 def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe's mapping for settings from their ``to_dict``; for a mix of each layer."""
     name = part["name"]
-    options = METHODS.get(name).options if name in METHODS else ()
+    options = METHODS[name].options if name in METHODS else ()
     set_options = {option: part[option] for option in options if part.get(option) is not None}
     entry = {"name": name, **set_options}
     if name == "mixed":

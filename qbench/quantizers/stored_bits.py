@@ -1,14 +1,8 @@
-"""Count the bits that a checkpoint's files store, by one convention for all formats, and read the
-stored tensors of each layer of a loaded model.
-
-A weight's bits are those of all tensors kept for its matrix, codes, scales, zeros, codebooks and
-indices, over the numbers of the unquantized matrix; matrices outside embeddings and LM head,
-unquantized ones counted with the bits that they take. Biases and norms count in GiB only.
-"""
+"""Read the stored tensors of each layer of a loaded model from the files of a published copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +12,9 @@ from torch import Tensor, nn
 
 from qbench.errors import CheckpointError
 from qbench.quantizers import gguf_file
-from qbench.quantizers.config import PackedWeight, WeightSettings
-from qbench.quantizers.linear import Experts, Matrix, linears, matrices_size, named_ends
+from qbench.quantizers.config import PackedWeight
+from qbench.quantizers.linear import Experts, linears
 from qbench.quantizers.published import GGUF, PublishedCopy, parents
-from qbench.records import GIB, ModuleAudit, StoredSize
 
 WORDS = {
     "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
@@ -128,33 +121,3 @@ def write_gguf_into(model: nn.Module, path: str) -> None:
                 "model that it was made from under checkpoints"
             )
         parameters[name].data.copy_(torch.from_numpy(values.copy()))
-
-
-# --- size
-
-
-def stored_size(
-    original: nn.Module,
-    originals: Mapping[str, Matrix],
-    weights: WeightSettings | None,
-    modules: Iterable[ModuleAudit],
-) -> StoredSize:
-    """Return the stored size of ``original``, whose matrices are ``originals``, with the audited
-    ``modules`` in their place; for a published copy the size of its files, None if not counted."""
-    if weights is not None and weights.prequantized:
-        return weights.size
-    head = original.get_output_embeddings()
-    stored = {m.name: m.bits_per_weight * m.parameters for m in modules}
-    plain = {name: 8.0 * matrix.weight.nbytes for name, matrix in originals.items()}
-    bits = {**plain, **stored}
-    at_ends = named_ends(original, weights)
-    inner = {name: matrix for name, matrix in originals.items() if name not in at_ends}
-    of_head = [bits[name] for name, layer in at_ends.items() if layer is head]
-    if head is not None and not of_head:
-        of_head = [8.0 * head.weight.nbytes]
-    unquantized = sum(8.0 * p.nbytes for p in original.parameters())
-    return StoredSize(
-        bits_per_weight=sum(bits[name] for name in inner) / matrices_size(inner.values()),
-        head_bits_per_weight=of_head[0] / head.weight.numel() if of_head else None,
-        gib=(unquantized - sum(plain.values()) + sum(bits.values())) / GIB,
-    )

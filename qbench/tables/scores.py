@@ -448,7 +448,6 @@ def _one_model(method: MethodLines) -> list[Table]:
     )
 
 
-
 def _names(line: Row) -> Cells:
     """Return the cells task, metric (with an arrow towards better: ``Acc ↑``) and quantization."""
     metric, quantizer = line.metric, line.quantizer

@@ -155,7 +155,7 @@ def initial_model(
         ungated = LlamaForCausalLM(AutoConfig.for_model(**settings))
         model.load_state_dict(ungated.state_dict(), strict=False)
     for layer in model.model.layers:
-        for parameter in NORMALIZERS.get(normalizer).parameters:
+        for parameter in NORMALIZERS[normalizer].parameters:
             if not (parameter.required or parameter.attribute in shape.parameters):
                 continue
             changed = shape.parameters.get(parameter.attribute, OwnParameter())

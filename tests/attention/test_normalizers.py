@@ -10,8 +10,7 @@ from small_recipe import qbench
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention import reference
-from qbench.attention.implementation import choose
+from qbench.attention import choose, reference
 from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter, register
 from qbench.attention.normalizers.softpick import EPSILON
 from qbench.attention.transformers import attention_name, set_attention
@@ -26,7 +25,7 @@ NAMES = [
 def weights(name, scores):
     """Of scores [M, N], as one head's."""
     given = parameters(name, 1, dtype=scores.dtype)
-    return NORMALIZERS.get(name).weights(scores[None], parameters=given)[0]
+    return NORMALIZERS[name].weights(scores[None], parameters=given)[0]
 
 
 class Sunk(Normalizer):
@@ -64,7 +63,7 @@ def draw(*shape, seed=0):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_sum_to_one_exactly_where_the_object_says_so(name):
-    chosen = NORMALIZERS.get(name)
+    chosen = NORMALIZERS[name]
     rows = torch.cat([draw(50, 9), -draw(5, 9).abs(), 30 * draw(5, 9)])
     sums = weights(name, rows).sum(-1)
     assert (sums <= (9 if name == "sigmoid" else 1) + 1e-12).all()
@@ -74,7 +73,7 @@ def test_rows_sum_to_one_exactly_where_the_object_says_so(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_exactly_zero_only_where_the_object_says_so(name):
-    chosen = NORMALIZERS.get(name)
+    chosen = NORMALIZERS[name]
     assert bool((weights(name, draw(50, 9)) == 0).any()) == chosen.sparse
 
 
@@ -101,7 +100,7 @@ def test_a_masked_score_may_be_far_above_the_others():
     """As ALiBi makes keys that come later; e to such a difference is infinite."""
     scores = torch.tensor([[1.0, 2.0, 1e4]], requires_grad=True)
     allowed = torch.tensor([[True, True, False]])
-    w = NORMALIZERS.get("softpick").weights(scores, allowed=allowed, parameters={})
+    w = NORMALIZERS["softpick"].weights(scores, allowed=allowed, parameters={})
     (gradient,) = torch.autograd.grad(w[0, 1], scores)
     assert w[0, 2] == 0
     assert gradient.isfinite().all()
@@ -136,7 +135,7 @@ def test_each_is_listed_with_what_sets_it_apart(capfd):
     described = {entry.split()[0]: " ".join(entry.split()) for entry in entries}
     assert list(described) == [*NORMALIZERS, "native"]
     for name in NAMES:
-        normalizer, entry = NORMALIZERS.get(name), described[name]
+        normalizer, entry = NORMALIZERS[name], described[name]
         assert normalizer.description in entry
         assert "attention: reference, triton; parameters: " in entry
         for parameter in normalizer.parameters:

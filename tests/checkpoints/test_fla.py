@@ -142,7 +142,7 @@ def logits(ids, config, tensors, normalizer):
     if "attn.s" in layer:  # their table begins at log 2
         scores = scores * layer["attn.s"][:, :, None] * torch.arange(2, time + 2).log()[:, None]
     base = "softpick" if "softpick" in normalizer else normalizer.removeprefix("scalable-")
-    weights = NORMALIZERS.get(base.removesuffix("-next")).weights(
+    weights = NORMALIZERS[base.removesuffix("-next")].weights(
         scores, allowed=allowed, parameters={}
     )
     x = x + (weights @ v).transpose(0, 1).reshape(time, -1) @ layer["attn.o_proj.weight"].T

@@ -9,8 +9,12 @@ import torch
 from scoring_models import choices, instance, llama, pages, recorded, scorer, text, watch
 
 from qbench.errors import EvaluationError
-from qbench.evaluation.degradation import distributions, divergence_table
-from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
+from qbench.evaluation.kl_observer import (
+    BaselineWriter,
+    KLObserver,
+    distributions,
+    divergence_table,
+)
 from qbench.evaluation.settings import Tolerance
 from qbench.records import DIVERGENCE_COLUMNS
 
@@ -170,7 +174,7 @@ def test_divergences_are_summarized_over_tokens_and_documents():
 
 
 def test_divergences_are_means_by_request_and_single_tokens_of_whole_texts(monkeypatch):
-    monkeypatch.setattr("qbench.evaluation.degradation.TOKENS_KEPT", 4)
+    monkeypatch.setattr("qbench.evaluation.kl_observer.TOKENS_KEPT", 4)
     measured = table_of(
         kl=np.array([1.0, 3.0, 0.5, 0.5, 2.0]),
         agrees=np.ones(5, bool),

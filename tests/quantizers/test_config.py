@@ -21,7 +21,7 @@ from qbench.recipe import Overrides, Recipe
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_a_name_gives_plain_data_with_every_default_that_can_be_sent_elsewhere(name):
-    method, part = METHODS.get(name), settings_of(name)
+    method, part = METHODS[name], settings_of(name)
     plain = part.to_dict()
     assert part.name == plain["name"] == name
     assert json.loads(json.dumps(plain)) == plain
@@ -33,7 +33,7 @@ def test_a_name_gives_plain_data_with_every_default_that_can_be_sent_elsewhere(n
 
 @pytest.mark.parametrize("name", sorted({*METHODS, *COMBINATIONS} - {"checkpoint", "lm-eval"}))
 def test_a_config_is_written_as_its_name(name):
-    if name in METHODS and METHODS.get(name).settings.kind == "transform":
+    if name in METHODS and METHODS[name].settings.kind == "transform":
         name = f"rtn-4bit+{name}"
     config = config_of(name)
     assert config_of(config.name) == config

@@ -310,7 +310,7 @@ def test_a_model_is_quantized_and_passes_its_audit(normalizer, name, tmp_path):
     moved = logits(model) - before
     assert 0 < float(moved.square().mean().sqrt()) < float(before.std())
     for layer in model.model.layers:  # what it attends with is no weight matrix, and stays
-        for parameter in NORMALIZERS.get(normalizer).parameters:
+        for parameter in NORMALIZERS[normalizer].parameters:
             if parameter.required:
                 assert getattr(layer.self_attn, parameter.attribute).dtype == torch.float32
 

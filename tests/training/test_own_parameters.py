@@ -55,7 +55,7 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, trained(ids).logits)
     there = [
-        one for one in NORMALIZERS.get(normalizer).parameters
+        one for one in NORMALIZERS[normalizer].parameters
         if one.required or one.attribute in own
     ]  # fmt: skip
     for one in there:

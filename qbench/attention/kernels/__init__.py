@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 def supported() -> list[str]:
     """Return the names of the normalizers that have kernels, in the order of registration."""
-    return [name for name in NORMALIZERS if NORMALIZERS.get(name).kernels]
+    return [name for name, normalizer in NORMALIZERS.items() if normalizer.kernels]
 
 
 def require(normalizer: str) -> Kernels:
     """Return the kernels of ``normalizer``. Raises UnavailableError if it has none, RecipeError for
     an unknown name."""
-    kernels = NORMALIZERS.get(normalizer).kernels
+    kernels = NORMALIZERS[normalizer].kernels
     if kernels is None:
         raise UnavailableError(
             f"attention: there are no kernels for the normalizer {normalizer!r}; use 'reference'"

@@ -95,7 +95,7 @@ def prepare(
     for heads that are too wide.
     """
     check(query, key, value, mask, seq_bounds)
-    given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
+    given = NORMALIZERS[normalizer].checked(parameters, query.shape[1])
     require(normalizer)
     *_, queries, width = query.shape
     *_, keys, v_width = value.shape
@@ -209,7 +209,7 @@ def forward_launches(
             attn_decode, (splits, pairs),
             ((kv_heads, group), queries, keys, window, *scales(settings), splits, strides,
              *mask_strides(mask)),
-            {"SKIP": NORMALIZERS.get(normalizer).sparse, "BLOCK_R": rows, **config.options,
+            {"SKIP": NORMALIZERS[normalizer].sparse, "BLOCK_R": rows, **config.options,
              **constants(settings, flags, query, value)},
         )  # fmt: skip
         combining = Launch(

@@ -12,7 +12,7 @@ shape differs too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +32,17 @@ from qbench.quantizers.audit.weights import (
     measure_weights,
     recorded_dtypes,
 )
-from qbench.quantizers.config import QuantizationConfig
-from qbench.quantizers.linear import Matrix, matrices, named_ends, not_finite, others
+from qbench.quantizers.config import QuantizationConfig, WeightSettings
+from qbench.quantizers.linear import (
+    Matrix,
+    matrices,
+    matrices_size,
+    named_ends,
+    not_finite,
+    others,
+)
 from qbench.quantizers.quantize import TRANSFORM, backend, evidence_of
-from qbench.quantizers.stored_bits import stored_size
-from qbench.records import Audit, BatchDependence
+from qbench.records import GIB, Audit, BatchDependence, ModuleAudit, StoredSize
 from qbench.streaming import lockstep
 
 RowByRow = Callable[[Any], AbstractContextManager[None]]
@@ -292,4 +298,36 @@ def audit(
             )
     return Audit(
         passed=not problems, logits_moved=moved, problems=tuple(problems), **weights, **fields
+    )
+
+
+def stored_size(
+    original: nn.Module,
+    originals: Mapping[str, Matrix],
+    weights: WeightSettings | None,
+    modules: Iterable[ModuleAudit],
+) -> StoredSize:
+    """Return the stored size of ``original``, whose matrices are ``originals``, with the audited
+    ``modules`` in their place; for a published copy the size of its files, None if not counted.
+
+    A weight's bits are those of all tensors kept for its matrix, codes, scales, zeros, codebooks
+    and indices, over the numbers of the unquantized matrix; matrices outside embeddings and LM
+    head, unquantized ones counted with the bits that they take. Biases and norms count in GiB only.
+    """
+    if weights is not None and weights.prequantized:
+        return weights.size
+    head = original.get_output_embeddings()
+    stored = {m.name: m.bits_per_weight * m.parameters for m in modules}
+    plain = {name: 8.0 * matrix.weight.nbytes for name, matrix in originals.items()}
+    bits = {**plain, **stored}
+    at_ends = named_ends(original, weights)
+    inner = {name: matrix for name, matrix in originals.items() if name not in at_ends}
+    of_head = [bits[name] for name, layer in at_ends.items() if layer is head]
+    if head is not None and not of_head:
+        of_head = [8.0 * head.weight.nbytes]
+    unquantized = sum(8.0 * p.nbytes for p in original.parameters())
+    return StoredSize(
+        bits_per_weight=sum(bits[name] for name in inner) / matrices_size(inner.values()),
+        head_bits_per_weight=of_head[0] / head.weight.numel() if of_head else None,
+        gib=(unquantized - sum(plain.values()) + sum(bits.values())) / GIB,
     )
