@@ -9,19 +9,23 @@ Advance = Callable[[float, float], None]  # pieces of work that are done, and ho
 
 
 class Progress(Protocol):
-    """Receives the progress of cells: a display, or a connection to the process that has one.
+    """Receives the progress of cells: a display, or a connection to the process that has one."""
 
-    ``begin`` and ``end``: the cell named ``cell`` begins and ends. ``stage``: its stage ``name``
-    begins, with ``total`` pieces of work (None: not known). ``advance``: ``completed`` of them are
-    done; None keeps the ``total``. ``log``: a line to print, in rich's ``style``, such as "bold
-    red".
-    """
+    def begin(self, cell: str) -> None:
+        """Note that the cell named ``cell`` begins."""
 
-    def begin(self, cell: str) -> None: ...
-    def stage(self, cell: str, name: str, total: float | None = None) -> None: ...
-    def advance(self, cell: str, completed: float, total: float | None = None) -> None: ...
-    def end(self, cell: str) -> None: ...
-    def log(self, line: str, style: str = "") -> None: ...
+    def stage(self, cell: str, name: str, total: float | None = None) -> None:
+        """Note that the cell's stage ``name`` begins, of ``total`` pieces of work (None: not
+        known)."""
+
+    def advance(self, cell: str, completed: float, total: float | None = None) -> None:
+        """Note that ``completed`` of the stage's pieces of work are done; None keeps ``total``."""
+
+    def end(self, cell: str) -> None:
+        """Note that the cell ends."""
+
+    def log(self, line: str, style: str = "") -> None:
+        """Print ``line`` in rich's ``style``, such as "bold red"."""
 
 
 class SilentProgress(Progress):
