@@ -1,3 +1,3 @@
-"""qbench: how much a quantizer hurts a softpick model, how much a softmax model."""
+"""Measure how much quantization hurts a language model, and whether the difference is real."""
 
 __version__ = "0.1.0"

@@ -73,10 +73,10 @@ class CellResult:
     progress: Progress = field(default_factory=SilentProgress)
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     stages: list[Stage] = field(default_factory=list)
-    documents: dict[str, str] = field(default_factory=dict)
+    documents: dict[str, str] = field(default_factory=dict)  # task → digest of its documents
     audit: Audit | None = None
     groups: tuple[GroupScore, ...] = ()
-    failed_tasks: dict[str, str] = field(default_factory=dict)
+    failed_tasks: dict[str, str] = field(default_factory=dict)  # task → why
     tasks: list[TaskResult] = field(default_factory=list)
     no_damage: Unavailable | None = None  # why damage was not measured
     bad_input: bool = False  # the cell failed because its checkpoint cannot be loaded

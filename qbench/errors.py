@@ -1,6 +1,6 @@
 """Define the errors that a user can meet. Each message gives place, value and remedy.
 
-Quantization, audit and evaluation errors fail their cell; the others end a command with code 2.
+An error within a cell fails that cell, and the run goes on; any other ends the command with code 2.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Choose the settings of each layer under a budget of bits, and prove that the mix is better."""
+"""Choose the settings of each layer under a budget of bits, and test whether the mix is better."""
