@@ -60,7 +60,7 @@ COMMANDS = {
     "run": Entry("run", RUN, "Quantize, audit and score every cell; write records and tables."),
     "plan": Entry("run", RUN, "Show what a run would do, its time and memory. Runs nothing."),
     "analyze": Entry("analyze", RUN, "Measure attention sinks, outliers, sparsity and inputs."),
-    "budget": Entry("budget", RUN, "Choose each layer's width under a budget of bits; test the mix."),
+    "budget": Entry("budget", RUN, "Choose each layer's width under a budget of bits; test it."),
     "tables": Entry("results", READ, "Write and show the tables of a results folder."),
     "view": Entry("view", READ, "Show results in a browser, down to one document's tokens."),
     "show": Entry("show", READ, "Everything about one cell."),
