@@ -59,9 +59,10 @@ def attention_observed(
     traces: dict[nn.Module, KVTrace] = {}
 
     def forward(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
-    ) -> Any:
-        result = function(module, query, key, value, mask, **options)
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        result = function(module, query, key, value, attention_mask, **options)
         trace = traces.pop(module, None)
         call = Call(
             query=query,
@@ -70,7 +71,7 @@ def attention_observed(
             parameters=parameters_of(normalizer, module, options),
             scale=options.get("scaling"),
             softcap=options.get("softcap"),
-            mask=mask.dense() if isinstance(mask, Mask) else mask,
+            mask=attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask,
             output=result[0],
             trace=trace,
         )

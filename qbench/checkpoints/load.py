@@ -4,8 +4,8 @@ already, and measure what its class does."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -15,15 +15,14 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import qbench.checkpoints.gated  # noqa: F401, makes its class known to transformers
 from qbench.attention import NATIVE
+from qbench.attention.observed import attention_observed
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import (
@@ -532,8 +531,9 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
     not call it, or if its logits through it differ from ``logits`` [2, T, V], those of its class's
     attention, by more than rounding."""
     name = type(model).__name__
+    calls: list[nn.Module] = []
     try:
-        with counted(model.config._attn_implementation) as calls:
+        with attention_observed(model, lambda module, _: calls.append(module)):
             ours = probe_logits(model)
     except QbenchError:
         raise
@@ -564,19 +564,3 @@ def rounding_tolerance(model: PreTrainedModel) -> float:
         return OURS_OF_FEW_BITS
     most = NOISE.get(model.dtype, OURS_OF_HALF)
     return most if model.device.type == "cpu" else max(most, OURS_ON_GPU)
-
-
-@contextmanager
-def counted(name: str) -> Iterator[list[None]]:
-    """Yield a list to which each call of transformers' attention function ``name`` appends None."""
-    function, calls = ALL_ATTENTION_FUNCTIONS[name], []
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        return function(*args, **kwargs)
-
-    AttentionInterface.register(name, count)
-    try:
-        yield calls
-    finally:
-        AttentionInterface.register(name, function)

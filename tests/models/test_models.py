@@ -165,6 +165,7 @@ def test_a_model_that_fails_on_our_attention_is_refused(monkeypatch):
 
 def test_other_logits_than_its_own_are_refused():
     model = tiny_model("llama")
+    set_attention(model, normalizer="softmax")
     logits = probe_logits(model)
     require_ours(model, logits)
     with pytest.raises(UnavailableError, match="changes the logits of LlamaForCausalLM by 0"):
