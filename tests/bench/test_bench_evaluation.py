@@ -106,7 +106,7 @@ def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, 
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path):
-    with pytest.raises(UnavailableError, match=r"CUDA GPU, and none is here$"):
+    with pytest.raises(UnavailableError, match=r"CUDA GPU, and none is here; run it"):
         bench_attention(tmp_path / "attention.json", True, (), log=print)
     assert list(tmp_path.iterdir()) == []
 

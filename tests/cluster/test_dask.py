@@ -84,7 +84,9 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address,
 def test_a_file_that_no_scheduler_wrote_is_one_line(tmp_path, content):
     file = tmp_path / "scheduler.json"
     file.write_text(content)
-    with pytest.raises(UnavailableError, match=f"--cluster {file}: (name the f|no scheduler)"):
+    with pytest.raises(
+        UnavailableError, match=f"--cluster {file}: (not a scheduler file|no scheduler)"
+    ):
         qbench("run", small_recipe(tmp_path), "--out", tmp_path / "o", "--cluster", file)
 
 

@@ -263,9 +263,9 @@ def test_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault():
     lm = scorer(model, "exact")
     pair = Instance(request_type="loglikelihood", doc={}, arguments=(text(0, 5), text(1, 3)),
                     idx=0, metadata=("t", 0, 1))  # fmt: skip
-    with pytest.raises(EvaluationError, match=r"gives token id \d+, but the model embeds 40"):
+    with pytest.raises(EvaluationError, match=r"gives token id \d+, but the model embeds only 40"):
         lm.loglikelihood([pair], disable_tqdm=True)
-    with pytest.raises(EvaluationError, match="embeds 40"):
+    with pytest.raises(EvaluationError, match="embeds only 40"):
         generation.decode(model, [generation.Prompt(ids=[1, 2, 41], limit=1)])
 
 

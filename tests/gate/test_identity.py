@@ -85,5 +85,5 @@ def test_the_same_documents_from_other_files_are_the_same_data(tmp_path, standar
     result = check.check(store_of("moved", "a" * 64, "c" * 64), path)
     assert result.outcome == "pass"
     assert "tasks.arc_easy: bbbbbbbbbbbb… → cccccccccccc… in all 4 cells" in result.notes
-    with pytest.raises(ResultsError, match="arc_easy: its definition or data differ"):
+    with pytest.raises(ResultsError, match="arc_easy: definition or data of this task differ"):
         check.check(store_of("other", "d" * 64, "b" * 64), path)
