@@ -294,13 +294,34 @@ def by_seed(kind, quantizers, task) -> str:
     return ", ".join(f"{math.exp(gap):.2f}" for gap in pd.concat(gaps).mean())
 
 
-def gate_share(part) -> str:
-    """Return "5 to 12 %": the part of the gated models' KL that quantizing the gate alone leaves
+def over_seeds(kind, quantizers, task) -> str:
+    """Return "× 1.38 [1.20, 1.59]": the KL of a kind of attention over softmax's on the text
+    ``task``, geometric mean over ``quantizers`` and seeds, with Student's interval over seeds."""
+    gaps = [kl_gaps("kinds", "", kind, quantizer=one, task=task) for one in quantizers]
+    seeds = pd.concat(gaps).mean()
+    half = t.ppf(0.975, len(seeds) - 1) * seeds.sem()
+    mean, low, high = (rounded(math.exp(seeds.mean() + e), 2) for e in (0, -half, half))
+    return f"× {mean} [{low}, {high}]"
+
+
+def repeated(training) -> int:
+    """Return the last step that later code repeated of a training of kinds-27m: all that was logged
+    up to there is equal, but speeds."""
+    folder, speeds = ROOT / "results" / "kinds-27m" / "training" / training, ("tokens_per_s", "mfu")
+    lines = [(folder / name).read_text("utf-8") for name in ("log.jsonl", "again.jsonl")]
+    rows = [[json.loads(line).items() for line in text.splitlines()] for text in lines]
+    first, again = ([{k: v for k, v in row if k not in speeds} for row in each] for each in rows)
+    assert first[: len(again)] == again
+    return again[-1]["step"]
+
+
+def gate_share(kind, part) -> str:
+    """Return "5 to 12 %": the part of a gated model's KL that quantizing the gate alone leaves
     (``gate``), or that quantizing all but the gate takes away (``but-gate``)."""
     shares = []
     for seed, method in product((1, 2, 3), ("w4a4-nvfp4", "nvfp4", "rtn-4bit")):
         methods = (method, f"{method}-{part}")
-        whole, rest = (kl("kinds", f"head-gate.{seed}", one) for one in methods)
+        whole, rest = (kl("kinds", f"{kind}.{seed}", one) for one in methods)
         shares.append(rest / whole if part == "gate" else 1 - rest / whole)
     return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
 
@@ -521,8 +542,8 @@ FUNCTIONS = (
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
-    answers, table_of, replicated, has, verdict, of_kind, by_seed, seed_count, gate_share,
-    layer_share, training_seconds,
+    answers, table_of, replicated, has, verdict, of_kind, by_seed, over_seeds, seed_count,
+    gate_share, repeated, layer_share, training_seconds,
 )  # fmt: skip
 
 

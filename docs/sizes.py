@@ -4,7 +4,7 @@ for the pairs with attention sinks of 27 M and of 126 M parameters, and, once it
 results/kinds-27m/kinds.svg. `make pages` runs it."""
 
 import math
-from itertools import product
+from itertools import zip_longest
 
 from generate import KINDS, ROOT, by_method, find, kl_gaps, pair, precisions, replicated, value
 from matplotlib import pyplot
@@ -94,29 +94,40 @@ KIND_LABELS = {"head-gate": "gate per head", "element-gate": "gate per element",
 
 
 def draw_kinds(kinds: list[str], columns: list[str]) -> pyplot.Figure:
-    """Return a figure of the KL divergence of each kind of attention over softmax's: a row per
-    precision, a point per seed and text, hollow on LAMBADA's."""
+    """Return a figure of the KL divergence of each kind of attention over softmax's: a panel per
+    kind, a row per precision, a point per seed and text, hollow on LAMBADA's."""
     pyplot.rcParams["svg.hashsalt"] = "qbench"
-    figure, panel = pyplot.subplots(figsize=(9, 0.34 * len(columns) + 1.6), layout="constrained")
     others = [kind for kind in kinds if kind != "softmax"]
-    for (number, kind), task in product(enumerate(others), ("wikitext", "lambada_openai")):
-        gaps = [kl_gaps("kinds", "", kind, quantizer=one, task=task) for one in columns]
-        points = [(gap, row) for row, each in enumerate(gaps) for gap in each.to_numpy().ravel()]
-        shift = 0.7 * ((number + 0.5) / len(others) - 0.5)
-        wiki, color = task == "wikitext", f"C{number}"
-        panel.plot([math.exp(gap) for gap, _ in points], [row + shift for _, row in points],
-                   "os^vDP"[number % 6], markersize=4, color=color,
-                   markerfacecolor=color if wiki else "none",
-                   label=KIND_LABELS.get(kind, kind) if wiki else None)  # fmt: skip
-    panel.axvline(1, color="0.6", linewidth=0.8, zorder=0)
-    panel.set_yticks(range(len(columns)), columns)
-    panel.set_xscale("log")
-    ticks = (0.3, 0.5, 0.7, 1, 1.5, 2)
-    panel.set_xticks(ticks, [f"× {tick:g}" for tick in ticks])
-    panel.minorticks_off()
-    panel.set_xlabel("KL over softmax's; left: moved less; filled: WikiText, hollow: LAMBADA")
-    panel.invert_yaxis()
-    panel.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=6)
+    rows = -(-len(others) // 3)
+    figure, panels = pyplot.subplots(
+        rows, 3, figsize=(9, rows * (0.2 * len(columns) + 0.7)), sharex=True, sharey=True,
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for panel, kind in zip_longest(panels.flat, others):
+        if kind is None:
+            panel.set_visible(False)
+            continue
+        for task, fill, shift in (("wikitext", "C0", -0.17), ("lambada_openai", "none", 0.17)):
+            gaps = [kl_gaps("kinds", "", kind, quantizer=one, task=task) for one in columns]
+            points = [
+                (gap, row) for row, each in enumerate(gaps) for gap in each.to_numpy().ravel()
+            ]
+            panel.plot([math.exp(gap) for gap, _ in points], [row + shift for _, row in points],
+                       "o", markersize=4, color="C0", markerfacecolor=fill)  # fmt: skip
+        panel.axvline(1, color="0.6", linewidth=0.8, zorder=0)
+        panel.set_title(KIND_LABELS.get(kind, kind), fontsize=10)
+        panel.tick_params(labelsize=8, labelbottom=True)
+        panel.grid(axis="y", color="0.93")
+        panel.set_axisbelow(True)
+    first = panels[0, 0]
+    first.set_yticks(range(len(columns)), columns)
+    first.set_xscale("log")
+    ticks = (0.3, 0.5, 1, 2, 4)
+    first.set_xticks(ticks, [f"× {tick:g}" for tick in ticks])
+    first.minorticks_off()
+    first.invert_yaxis()
+    figure.supxlabel("KL over softmax's; left: moved less; filled: WikiText, hollow: LAMBADA",
+                     fontsize=10)  # fmt: skip
     return figure
 
 
