@@ -83,9 +83,9 @@ def run_cells(
     )
     keep_sources(grid.cache, manifest, sources)
     missing = grid.reuse_finished(chosen)
-    if executor is not None:  # those first that take longest, by exact scoring and by calibration
+    if executor is not None:  # those first that take longest: exact, in small packs, calibrated
         missing.sort(key=lambda cell: (
-            cell.base is not None, cell.scoring.mode == "fast",
+            cell.base is not None, cell.scoring.mode == "fast", not cell.scoring.shares_scales,
             not cell.quantization.needs_calibration,
         ))  # fmt: skip
     if executor is not None and missing:

@@ -174,6 +174,24 @@ def test_cells_of_an_executor_that_is_lost_fail_at_once_and_say_so(tmp_path):
     assert {record.error for record in records} == {"the cluster was lost; start it"}
 
 
+def test_cells_that_take_longest_begin_first(tmp_path):
+    begun = []
+
+    class Listing(Lost):
+        def submit(self, fn, name, **settings):
+            begun.append(name)
+            return super().submit(fn, name, **settings)
+
+    text = {"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32}
+    names = ["fp32", "rtn-4bit", "gptq-4bit", "int8-tensor"]
+    plan_ = planned(
+        tmp_path, checkpoints={"softmax": str(DEMO / "softmax")}, quantizers=names,
+        calibration=text, evaluation={"limit": 3, "scoring": "fast"},
+    )  # fmt: skip
+    run_cells(plan_, out=tmp_path / "out", executor=Listing())
+    assert begun == [f"softmax/{name}" for name in ("fp32", "int8-tensor", "gptq-4bit", "rtn-4bit")]
+
+
 def test_no_cell_is_run_in_a_process_whose_gpu_is_broken(tmp_path, monkeypatch):
     monkeypatch.setattr("qbench.machine._broken_device", "CUDA error")
     records = run_cells(planned(tmp_path), out=tmp_path / "out")
