@@ -79,7 +79,8 @@ def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
         source = path.read_bytes()
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"{location} {shown(str(path), most=PATH)}: cannot be read ({reason(error)})"
+            f"{location} {shown(str(path), most=PATH)}: cannot be read ({reason(error)}); name a "
+            "Python file"
         ) from None
     plugin = Plugin(name=Path(path).name, source=source, path=os.path.realpath(path))
     load([plugin], location=location)
@@ -115,7 +116,8 @@ def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
             lines = [frame.lineno for frame in frames if frame.filename == path] or ["?"]
             line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
             raise RecipeError(
-                f"{location} {path}: line {line}: {type(error).__name__}: {first_line(error)}"
+                f"{location} {path}: line {line}: {type(error).__name__}: {first_line(error)}; "
+                "correct the file"
             ) from error
         _loaded[plugin.module] = plugin
 

@@ -121,7 +121,7 @@ def read_yaml(path: Path) -> Source:
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{path}: cannot be read ({reason(error)})") from None
+        raise RecipeError(f"{path}: cannot be read ({reason(error)}); name a YAML file") from None
     try:
         root = yaml.compose(text)
         if not isinstance(root, MappingNode):

@@ -176,7 +176,7 @@ def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
                 for member in packed:
                     name, left = member.name, left - tarfile.BLOCKSIZE - member.size
                     if left < 0:
-                        raise ValueError("it unpacks to too much")
+                        raise ValueError(f"it unpacks to more than {MOST_RATIO} times its size")
                     if member.isreg() and PACKED.fullmatch(name):
                         contents[name] = packed.extractfile(member).read()  # type: ignore[union-attr]  # regular
             while file.read(tarfile.RECORDSIZE):  # to the end, where the checksum is

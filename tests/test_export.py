@@ -140,7 +140,7 @@ def test_a_cell_of_the_folder_that_one_is_in_is_named_without_it(capsys, monkeyp
 
 
 def test_what_is_not_there_is_said():
-    with pytest.raises(ResultsError, match="results: write DIR/CHECKPOINT/QUANTIZER"):
+    with pytest.raises(ResultsError, match="results: names no cell; write DIR"):
         app(["show", "results"], standalone_mode=False)
 
 

@@ -106,7 +106,8 @@ def parse(config: dict[str, Any]) -> Config:
         return Config.model_validate({k: v for k, v in config.items() if k not in WITHOUT_EFFECT})
     except ValidationError as error:
         problem = error.errors()[0]
-        name, why = problem["loc"][0], problem["msg"]
+        name = problem["loc"][0]
+        why = f"{problem['msg']}; correct it, or leave this checkpoint out"
         if problem["type"] == "extra_forbidden":
             why = "no known field of flash-linear-attention's transformer models; remove it if it "
             why += "changes nothing"

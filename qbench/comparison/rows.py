@@ -85,7 +85,9 @@ def find_cell(name: str) -> tuple[Store, Record]:
         above = path.absolute().parents
         return Store(above[min(3, len(above) - 1)]), read_record(path, Record)
     if len(path.parts) < 3 and not Store(path.parent.parent).has_manifest():
-        raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
+        raise ResultsError(
+            f"{name}: names no cell; write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
+        )
     store = Store(path.parent.parent)
     cell = "/".join(path.parts[-2:])
     cells = {planned.cell: planned for planned in store.manifest().cells}

@@ -528,7 +528,9 @@ def prompt_fields(row: Row, path: Path) -> dict[str, str]:
         )
     target = row.fields.get("target")
     if not isinstance(target, str | None):
-        raise DataError(f"{path}:{row.line}: target must be a text, not {target!r:.40}")
+        raise DataError(
+            f"{path}:{row.line}: target must be a text, not {target!r:.40}; put it into quotes"
+        )
     if turn:
         messages = [{"role": "user", "content": prompt}]
     text = prompt if turn else "\n".join(f"{m['role']}: {m['content']}" for m in messages)
