@@ -336,16 +336,14 @@ def _baseline(result: CellResult, store: Store) -> set[str] | None:
         reason = "the recipe has no unquantized cell to compare with"
         result.no_damage = Unavailable(reason=reason)
     else:
-        base = result.plan.cell(cell.base.cell)
+        why = f"{cell.base.cell} has no finished record; run that cell first, then this one again"
         try:
-            record = store.get_valid(base.grid_cell)
-            if record is None or record.status != "ok":
-                raise ResultsError(
-                    f"{base.name} has no finished record; run that cell first, then this one again"
-                )
-            return {score.task for score in record.scores}
+            record = store.get_valid(cell.base)
+            if record is not None and record.status == "ok":
+                return {score.task for score in record.scores}
         except ResultsError as error:
-            result.no_damage = Unavailable(reason=str(error), retry=True)
+            why = str(error)
+        result.no_damage = Unavailable(reason=why, retry=True)
     return None
 
 

@@ -252,12 +252,11 @@ def run_cell(
     cell, store = plan.cell(name), Store(out)
     lock = FileLock(store.path(cell.grid_cell, ".lock"))
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         progress.log(f"{cell.name}: another run computes it; waiting for its record")
-        lock.acquire()
-        force = False
-    try:
+        held, force = lock.acquire(), False
+    with held:  # released at the end
         record = store.get_valid(cell.grid_cell, progress.log)
         progress.begin(cell.name)
         if not force and is_up_to_date(record, cell, plan, store, cache):
@@ -267,8 +266,6 @@ def run_cell(
             progress.log(summary(record), "bold red" if record.status == "failed" else "")
         progress.end(cell.name)
         return record
-    finally:
-        lock.release()
 
 
 def run(

@@ -688,16 +688,14 @@ def generate_by_hflm(hflm: HFLM, requests: Sequence[Any], counts: Counts) -> lis
         not_finite = ~torch.isfinite(output.logits[:, -1]).all()
         broken[:] = [broken[0] | not_finite if broken else not_finite]
 
-    hook = hflm.model.register_forward_hook(look)
     try:
-        texts = hflm.generate_until(list(requests), disable_tqdm=True)
+        with hflm.model.register_forward_hook(look):
+            texts = hflm.generate_until(list(requests), disable_tqdm=True)
     except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise EvaluationError(
             "transformers cannot generate with what generation_config.json and the task's "
             f"generation_kwargs set: {type(error).__name__}: {first_line(error)}; correct them"
         ) from error
-    finally:
-        hook.remove()
     if broken and bool(broken[0]):
         raise EvaluationError(NOT_FINITE)
     return texts

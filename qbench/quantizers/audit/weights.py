@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -558,14 +559,13 @@ def recorded_dtypes(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str
     ``names`` of ``model`` as it runs in the body."""
     dtypes: dict[str, torch.dtype] = {}
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _, arguments: dtypes.update((name, x.dtype) for x in arguments[:1])
+    def record(name: str, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        dtypes.update((name, x.dtype) for x in arguments[:1])
 
     with ExitStack() as stack:
         for name in names:
-            module = layer_of(model, name)
-            handle = module.register_forward_pre_hook(hook(name), prepend=True)
-            stack.callback(handle.remove)
+            layer, hook = layer_of(model, name), partial(record, name)
+            stack.enter_context(layer.register_forward_pre_hook(hook, prepend=True))
         yield dtypes
 
 
