@@ -1,6 +1,7 @@
 """The model of a finished cell as a folder that other libraries load."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,9 +10,13 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench.errors import UnavailableError
 from qbench.export_model import bitstream, export_model
 from qbench.files import cache_folder
+from qbench.machine import fast_bf16
 from qbench.store import Store
 
 EQUAL = "equal the cell's to the bit"
+# GPTQModel multiplies by the transposed matrix: without bfloat16 instructions PyTorch sums it in
+# another order
+GPTQ = EQUAL if fast_bf16() else f"({EQUAL}|0.00)"
 slow = pytest.mark.slow
 
 
@@ -30,7 +35,7 @@ def measured(folder, quantizer, checkpoint="softmax", device="cpu"):
 
 
 CASES = [
-    ("gptq-4bit", None, "gptq", EQUAL),
+    ("gptq-4bit", None, "gptq", GPTQ),
     ("nvfp4", None, "compressed-tensors", EQUAL),
     ("bnb-4bit", None, "bitsandbytes", EQUAL),
     (
@@ -67,7 +72,7 @@ CASES = [
             ("gptaq-3bit", None, "gptq", EQUAL),
             ("gptqmodel-4bit", None, "gptq", EQUAL),
             ({"name": "paroquant-4bit", "epochs": 1}, None, "paroquant", EQUAL),
-            ({"name": "gptq-4bit", "desc_act": True}, None, "gptq", EQUAL),
+            ({"name": "gptq-4bit", "desc_act": True}, None, "gptq", GPTQ),
             ("w8a8-int8", None, "compressed-tensors", "0.0"),
             ("int8-row+int8-static-asymmetric", None, "compressed-tensors", "0."),
             ("w4a4-nvfp4", None, "compressed-tensors", "0."),
@@ -111,7 +116,7 @@ def require_folder_of_the_cell(quantizer, chosen, expected, words, tmp_path, dev
     line = export_model(store, record, tmp_path / "model", cache_folder(), chosen)
     assert line.startswith(f"base/mine: {expected}; weights: ")
     assert "artifact reused" in line or "from the cache" in line
-    assert f"loaded again, its logits {'' if words == EQUAL else 'differ by '}{words}" in line
+    assert re.search(f"loaded again, its logits (differ by )?{words}", line)
     card = (tmp_path / "model" / "README.md").read_text()
     assert record.key in card
     assert record.audit.digest in card
