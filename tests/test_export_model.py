@@ -63,11 +63,14 @@ CASES = [
             ("rtn-4bit", "compressed-tensors", "compressed-tensors", "0.0"),
             *(
                 (name, None, "compressed-tensors", EQUAL)
-                for name in ("mxfp4", "fp8-row", "int8-row")
+                for name in ("mxfp4", "mxfp8", "fp8-row", "fp8-matrix", "int8-row")
             ),
             ("hqq-4bit", None, "hqq", "0.0"),
             ("w8a8-fp8", None, "compressed-tensors", "0."),
-            ({"name": "autoround-4bit", "iters": 2}, None, "auto-round", EQUAL),
+            *(
+                ({"name": name, "iters": 2}, None, "auto-round", EQUAL)
+                for name in ("autoround-4bit", "autoround-nvfp4", "autoround-mxfp4", "autoscheme")
+            ),
             ("awq-4bit", None, "awq", EQUAL),
             ("gptaq-3bit", None, "gptq", EQUAL),
             ("gptqmodel-4bit", None, "gptq", EQUAL),
@@ -75,7 +78,10 @@ CASES = [
             ({"name": "gptq-4bit", "desc_act": True}, None, "gptq", GPTQ),
             ("w8a8-int8", None, "compressed-tensors", "0.0"),
             ("int8-row+int8-static-asymmetric", None, "compressed-tensors", "0."),
-            ("w4a4-nvfp4", None, "compressed-tensors", "0."),
+            *(
+                (name, None, "compressed-tensors", "0.")
+                for name in ("w4a4-nvfp4", "w4a4-mxfp4", "w8a8-mxfp8", "w8a8-fp8-tensor")
+            ),
             ("bnb-8bit", None, "bitsandbytes", EQUAL),
         )
     ),

@@ -40,6 +40,7 @@ LIBRARIES = (
     "accelerate", "auto-round", "bitsandbytes", "compressed-tensors", "gguf", "gptqmodel",
     "kernels", "optimum", "torchao", "xllamacpp",
 )  # fmt: skip
+MOST_BITS = 32  # of a weight
 ACTIVATION_AGREEMENT = 0.3  # relative, of products whose inputs are rounded to as few as 4 bits
 
 
@@ -140,8 +141,11 @@ class PublishedCopy(Published):
     @property
     def num_bits(self) -> float:
         """Return the bits per code, at least 1: stored bits per weight rounded down, since scales
-        take less than 1; if these are not counted, the bits that the configuration states."""
-        counted = self.stored_bits or stated_bits(self.format, self.config)
+        take less than 1; if these are not counted, or more than a number has, as beside QuIP's
+        rotations, the bits that the configuration states."""
+        counted = self.stored_bits
+        if not counted or counted > MOST_BITS:
+            counted = stated_bits(self.format, self.config)
         return math.floor(counted) or 1
 
     @property

@@ -132,10 +132,13 @@ def by_library(maker, whole, ids, normalizer, out):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16, **attention)
+        element = getattr(maker, "element", None)
+        sizes = {"scheme": element.upper()} if element else {"bits": maker.num_bits,
+                                                             "group_size": 64}  # fmt: skip
         library = AutoRound(
-            model, AutoTokenizer.from_pretrained(whole), bits=maker.num_bits, group_size=64,
-            iters=maker.iters, dataset=[row[None] for row in ids], nsamples=len(ids),
-            seqlen=ids.shape[1], device_map=DEVICE,
+            model, AutoTokenizer.from_pretrained(whole), **sizes, iters=maker.iters,
+            dataset=[row[None] for row in ids], nsamples=len(ids), seqlen=ids.shape[1],
+            device_map=DEVICE,
         )  # fmt: skip
         library.quantize_and_save(str(out), format="auto_round")
         return
@@ -164,6 +167,8 @@ MAKERS = [
     pytest.param("awq-4bit", "softpick", {"group_size": 64}, marks=pytest.mark.slow),
     *(pytest.param("autoround-3bit", normalizer, {"group_size": 64, "iters": 3},
                    marks=pytest.mark.slow) for normalizer in ("softmax", "softpick")),
+    *(pytest.param(name, "softmax", {"iters": 3}, marks=pytest.mark.slow)
+      for name in ("autoround-nvfp4", "autoround-mxfp4")),
     pytest.param("exl3-3bit", "softpick", {}, marks=pytest.mark.gpu),
     pytest.param("paroquant-4bit", "softmax", {"group_size": 64, "epochs": 1},
                  marks=pytest.mark.slow),

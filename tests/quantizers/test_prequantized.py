@@ -470,6 +470,14 @@ def test_a_configuration_says_what_is_rounded_beside_weights(
     assert method in loadable_methods()
 
 
+def test_a_copy_that_keeps_more_than_its_weights_is_named_by_what_it_states():
+    """As beside QuIP's rotations, which one layer keeps for all."""
+    copy = PublishedCopy(format="compressed-tensors", config=ct(), digest="", folder="",
+                         device="cpu", path="x", stored_bits=38.1)  # fmt: skip
+    assert copy.precision.weights.bits == 8
+    assert "38.1 bits per weight" in copy.scheme
+
+
 def test_a_path_for_each_checkpoint_and_none_beside_others():
     columns = {"name": "checkpoint", "path": {"a": "x"}}
     made = Recipe.model_validate(

@@ -39,10 +39,7 @@ class ByCommand(LibraryMade):
     def check(self, config: Mapping[str, Any], device: str) -> None:
         """Raise RecipeError if the command lacks a placeholder, or if its program is not found."""
         if not all(part in self.command for part in ("{model}", "{out}")):
-            raise RecipeError(
-                "command: must contain the placeholders {model} (input folder) and {out} (output "
-                "folder)"
-            )
+            raise RecipeError("command: must contain {model}, a folder to read, and {out}, to fill")
         if shutil.which(self.package) is None:
             raise RecipeError(f"command: no program {self.package}; install it or give its path")
 

@@ -54,8 +54,7 @@ def run(model: Path, out: Path, texts: Texts, settings: GroupedIntegers, **optio
 
     options |= {"bits": settings.num_bits, "group_size": settings.group_length(0) or -1}
     library = GPTQModel.load(str(model), QuantizeConfig(**options))
-    # of AWQ's kernels the others are compiled for minutes, or need a GPU
-    backend = BACKEND.AWQ_TORCH if settings.method == "awq" else BACKEND.AUTO
+    backend = BACKEND.AWQ_TORCH if settings.method == "awq" else BACKEND.AUTO  # others compile
     size = max(1, 16_384 // texts.shape[1])  # its own work per layer and batch takes milliseconds
     library.quantize([{"input_ids": row} for row in texts], batch_size=size, backend=backend)
     library.save(str(out))
