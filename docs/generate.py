@@ -450,9 +450,10 @@ def over_rounding(name, checkpoint, quantizer) -> str:
 
 def methods_table(name, checkpoint) -> str:
     """Return a Markdown table with a row per method: of several seeds the least and the largest
-    value, of one the value with its interval; tokens/s if the page of speeds has the model."""
-    speeds = {row["precision"]: row["tokens/s"] for row in bench_rows("cells-h200")
-              if row.get("model") == checkpoint}  # fmt: skip
+    value, of one the value with its interval; tokens/s, and bf16's in that window, if the page of
+    speeds has the model."""
+    speeds = {row["precision"]: f"{row['tokens/s']} of {row['bf16']}"
+              for row in bench_rows("cells-h200") if row.get("model") == checkpoint}  # fmt: skip
     lines = ["| | bits per weight | GiB | KL | WikiText | LAMBADA, points | seconds |",
              "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
     if speeds:

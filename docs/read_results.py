@@ -103,7 +103,7 @@ def read_pairs(comparison: Comparison) -> Iterator[dict[str, object]]:
     or of rounding to nearest with as many bits, paired by document, with its interval and p."""
     for (checkpoint, quantizer, other), effect in comparison.kl.pairs.items():
         library = other == quantizer.replace("gptq-", "gptqmodel-")
-        rounding = re.fullmatch(rf"\w+{other.removeprefix('rtn')}-s\d", quantizer)
+        rounding = re.fullmatch(rf"\w+{other.removeprefix('rtn')}-(s\d|\d+-steps)", quantizer)
         if library or (other.startswith("rtn-") and rounding):
             yield {"task": "all", "metric": f"kl over {'library' if library else 'rounding'}",
                    "quantizer": quantizer, "checkpoint": checkpoint, "damage": effect.estimate,

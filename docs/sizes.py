@@ -78,13 +78,14 @@ def draw_methods() -> pyplot.Figure:
             ends = [r.value for r in of] if several else (of[0].damage_low, of[0].damage_high)
             bars = [[kl - min(ends)], [max(ends) - kl]]
             panel.errorbar([bits], [kl], bars, fmt="o" if several else "s", capsize=3)
-            column = 3.78 if bits < 4 else 4.58
+            column = 3.78 if bits < 4 else 4.68
             heights[column] = max(kl, 1.13 * heights.get(column, 0))
             panel.annotate(
                 method, (bits, kl), (column, heights[column]), fontsize=9, va="center",
-                arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.7, "shrinkB": 3},
+                arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.7, "shrinkB": 3,
+                            "relpos": (0, 0.5)},
             )  # fmt: skip
-        panel.set(yscale="log", xlabel="bits per weight", title=title, xlim=(3, 5.25))
+        panel.set(yscale="log", xlabel="bits per weight", title=title, xlim=(3, 5.4))
     panels[0].set_ylabel("KL divergence from the unquantized model, nats per token")
     return figure
 
