@@ -498,5 +498,5 @@ def test_every_checkpoint_that_cannot_be_scored_is_said_at_once(tmp_path):
     with pytest.raises(CheckpointError) as error:
         plan(Recipe.load(path), device="cpu")
     second, first = sorted(error.value.lines)
-    assert "no model.safetensors in" in second
+    assert "no model.safetensors there" in second
     assert "is_encoder_decoder: true" in first

@@ -168,7 +168,7 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
         remedy = "name the folder that holds it"
         if quantized:
             remedy += ", or the GGUF file itself, as DIR/FILE.gguf"
-        raise CheckpointError(f"no config.json in {folder}; {remedy}")
+        raise CheckpointError(f"no config.json there; {remedy}")
     config = read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if quantized and not isinstance(quantization, dict):
@@ -253,8 +253,8 @@ def weight_files(folder: Path) -> list[str]:
                 f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
             )
         raise CheckpointError(
-            f"no {SINGLE} in {folder}, and no {INDEX} that lists other *.safetensors files; save "
-            "the model there with transformers' save_pretrained"
+            f"no {SINGLE} there, and no {INDEX} that lists other *.safetensors files; save the "
+            "model there with transformers' save_pretrained"
         )
     index = read_json(folder / INDEX)
     files = index.get("weight_map")

@@ -145,7 +145,7 @@ def printed_table(comparison: Comparison, published: str) -> list[Table]:
     ``published.csv``, such as softpick-340m. Raises RecipeError if it is unknown."""
     text = resources.files(__package__).joinpath("published.csv").read_text("utf-8")
     printed = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
-    sets = printed.paper + "-" + printed.scale.str.lower()
+    sets = (printed.paper + "-" + printed.scale.str.lower()).str.removesuffix("-")
     if published not in set(sets):
         possible = ", ".join(dict.fromkeys(sets))
         raise RecipeError(f"--published {published}: unknown; possible: {possible}")

@@ -64,7 +64,7 @@ def test_without_attn_impl_softmax_must_be_stated(tmp_path):
 
 def test_a_folder_of_gguf_files_needs_the_name_of_one(tmp_path):
     (tmp_path / "q4.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"no config.json in .*; name .*, or the GGUF file"):
+    with pytest.raises(CheckpointError, match=r"no config.json there; name .*, or the GGUF file"):
         find(str(tmp_path), quantized=True)
 
 

@@ -64,9 +64,10 @@ def test_a_text_says_what_a_mapping_says():
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        ({"*": "kv4"}, "applies to weights only"),
-        ({"*": "bf16"}, "applies to weights only"),
+        ({"*": "kv4"}, "applies to weights alone"),
+        ({"*": "bf16"}, "applies to weights alone"),
         ({"*": "gptq-5bit"}, "gptq has no 5-bit"),
+        ({"a b": "rtn-4bit"}, "{pattern: quantizer}.*, each key a part of names.*see a b"),
         ("x", "layers must be {pattern: quantizer}"),
     ],
 )

@@ -40,11 +40,14 @@ def _layers(value: Any) -> tuple[tuple[str, WeightSettings], ...]:
                 raise ValueError(f"{WRITE} ({names}: {error})") from None
             if config.weights is None or config.beside_weights or config.weights.prequantized:
                 raise ValueError(
-                    f"{WRITE}, each a quantizer that qbench itself applies to weights only (that "
-                    f"of {names} is not)"
+                    f"{WRITE}, with quantizers that qbench itself applies to weights alone (see "
+                    f"{names})"
                 )
             chosen = config.weights
-        pairs.append((pattern(names), chosen))
+        try:
+            pairs.append((pattern(names), chosen))
+        except ValueError as error:
+            raise ValueError(f"{WRITE}, each key {error} (see {names})") from None
     return tuple(pairs)
 
 
