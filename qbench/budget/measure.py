@@ -30,7 +30,7 @@ from qbench.machine import free
 from qbench.plan import Cell, Plan
 from qbench.progress import Advance, Progress
 from qbench.quantizers import linear
-from qbench.quantizers.quantize import unpack
+from qbench.quantizers.quantize import apply, make, unpack
 from qbench.quantizers.texts import CalibrationText
 from qbench.records import KEY_DIGITS
 from qbench.streaming import is_sharded, stream_of
@@ -122,7 +122,7 @@ class Search:
         self.reused |= bool(kept)
         if "kl" in kept:
             return kept
-        places = self._quantized(cell, lambda done, total: advance(done / total / 2))
+        places = self._quantized(cell, lambda done, total: advance(done / total / 2), alone=True)
         layers, saved = kept.setdefault("layers", {}), time.monotonic()
         missing = [name for name in places if name not in layers]
         for _, block in itertools.groupby(missing, self.baseline.block_of):
@@ -133,6 +133,9 @@ class Search:
             if time.monotonic() - saved >= SAVE_EVERY:
                 write_atomically(path, json.dumps(kept).encode())
                 saved = time.monotonic()
+        weights = cell.quantization.weights
+        if weights is not None and weights.needs_calibration:
+            places = self._quantized(cell, lambda done, total: None)
         inside = [place for name, (place, _) in places.items() if name not in self.sizes.ends]
         [kept["kl"]] = self._kl(cell, ChainMap(*inside))
         write_atomically(path, json.dumps(kept).encode())
@@ -148,23 +151,31 @@ class Search:
             write_atomically(path, json.dumps(kept).encode())
         return kept["kl"]
 
-    def _quantized(self, cell: Cell, advance: Advance) -> Places:
+    def _quantized(self, cell: Cell, advance: Advance, *, alone: bool = False) -> Places:
         """Return what takes the layers' places in the quantized ``cell``, whose weights stay in the
-        cache, where a run finds them; of an unquantized one, layers with other last bits."""
+        cache, where a run finds them; of an unquantized one, layers with other last bits.
+        ``alone``: all layers are calibrated on the unquantized model's inputs; nothing is kept."""
         weights = cell.quantization.weights
         if weights is None:
             made = {name: (_other_last_bits(layer), bits_of([layer.weight]))
                     for name, layer in self.layers.items()}  # fmt: skip
         else:
             free(self._plan.device)
-            quantized, _ = quantized_model(
-                cell, copy.deepcopy(self.model), self.tokenizer, self.cache, advance
-            )
+            model = copy.deepcopy(self.model)
+            if alone:
+                for name, layer in linear.linears(model).items():
+                    layer.forward = self.layers[name].forward  # whatever becomes of its weights
+                calibration = calibration_of(cell, self.tokenizer)
+                with torch.no_grad():
+                    tensors, _ = make(model, cell.quantization, calibration, advance)
+                model = apply(model, cell.quantization, tensors)
+            else:
+                model, _ = quantized_model(cell, model, self.tokenizer, self.cache, advance)
             made = {}
             ends = linear.named_ends(self.model, weights)
             for name in linear.linears(self.model, weights.ignore) | ends:
-                stored = unpack(quantized, name, weights.for_layer(name)).tensors.values()
-                made[name] = linear.layer_of(quantized, name), bits_of(stored)
+                stored = unpack(model, name, weights.for_layer(name)).tensors.values()
+                made[name] = linear.layer_of(model, name), bits_of(stored)
         return {name: (linear.in_place(self.model, name, module), bits)
                 for name, (module, bits) in made.items()}  # fmt: skip
 
