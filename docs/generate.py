@@ -46,11 +46,14 @@ PAIRS = {  # folders that were measured on the same models
 }
 BUDGETS = {
     "budget-smollm2": "SmolLM2-135M-Instruct",
+    "budget-smollm2-alone": "SmolLM2-135M-Instruct, three budgets",
     "budget-smollm2-head": "SmolLM2-135M-Instruct, embeddings and LM head (one matrix) too",
     "budget-smollm2-llamacpp": "SmolLM2-135M-Instruct beside llama.cpp’s mixes",
     "budget-smollm2-peers": "SmolLM2-135M-Instruct beside AutoRound’s own search",
+    "budget-smollm2-autoround": "SmolLM2-135M-Instruct beside AutoRound, an earlier search",
     "budget-gemma3": "Gemma 3 270M",
     "budget-softmax": "27M, softmax", "budget-softpick": "27M, softpick",
+    "budget-340m": "The 340M shape, random weights",
     "budget-7b": "The 7B shape, random weights",
 }  # fmt: skip
 REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
@@ -533,7 +536,7 @@ def find_budget(folder: str, label: str) -> dict[str, Any]:
 def kl_over_sum(*labels: str) -> str:
     """Return the least and the largest measured KL of the mixes ``labels`` of trained models over
     their sums of costs."""
-    trained = [result for result in budgets() if result["folder"] != "budget-7b"]
+    trained = [result for result in budgets() if "random" not in result["title"]]
     mixes = [mix for result in trained for mix in result["mixes"] if mix["label"] in labels]
     return from_to([mix["kl"] / mix["sum"] for mix in mixes], "{:.2f}".format)
 
