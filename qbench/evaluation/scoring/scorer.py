@@ -490,6 +490,37 @@ class Scorer(LM):
         ]
 
 
+def language_model(
+    model: Any,
+    tokenizer: Any,
+    settings: ScoringSettings,
+    *,
+    progress: Advance | None = None,
+    observer: Observer | None = None,
+) -> Any:
+    """Return an lm-eval language model over ``model``: a causal LM of transformers in eval mode, or
+    a runtime of lm-eval or llama.cpp, which scores in its one way, whatever the mode.
+
+    Mode ``lm-eval`` is HFLM itself with these settings, ``exact`` gives its scores faster, ``fast``
+    gives scores within ``settings.tolerance`` of exact ones. ``progress(done, total)`` counts
+    requests; ``observer`` sees hidden states, logits and log-probabilities of every scored token.
+    HFLM and lm-eval's runtimes call neither. The result's ``report()`` says how it scored.
+
+    Raises UnavailableError if exact and fast scoring do not fit the model; scoring itself raises
+    EvaluationError.
+    """
+    if isinstance(model, LM):  # lm-eval's, of another runtime
+        from qbench.evaluation.llamacpp import ExternalScorer  # which imports this module
+
+        return ExternalScorer(model, settings)
+    if hasattr(model, "scorer"):  # llama.cpp's
+        return model.scorer(tokenizer, settings, progress=progress, observer=observer)
+    if settings.mode != "lm-eval":
+        return Scorer(model, tokenizer, settings, progress=progress, observer=observer)
+    assert observer is None, "HFLM gives no log-probabilities"
+    return HFLMScorer(model, tokenizer, settings)
+
+
 def _parts(plans: Sequence[BatchPlan], token_bytes: int) -> Iterator[list[BatchPlan]]:
     """Yield batches whose hidden states, of ``token_bytes`` per token, fit ``STATES_BYTES``
     together.
