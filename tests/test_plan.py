@@ -443,7 +443,7 @@ REFUSED = [
     ("llama", {"name": "bnb-4bit", "ignore": ["down_pro"]}, "ignore: 'down_pro' matches no weight"),
     (
         "gpt2", {"activations": {"name": "int8-token", "ignore": ["c_fc", "attn.proj"]}},
-        r"int8-token: ignore: 'proj' matches no weight matrix; parts of their names are .*c_attn",
+        r"int8-token: ignore: 'proj' matches no weight matrix; possible parts of names: .*c_attn",
     ),
 ]  # fmt: skip
 

@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset, DatasetDict
-from jinja2 import Template, UndefinedError
+from jinja2 import Template
 from lm_eval import utils
 from lm_eval.api.metrics import (
     aggregate_subtask_metrics,
@@ -214,11 +214,8 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
                 "--data DIR"
             ) from error
         line = f"{spec.name}: {spec.definition}: {type(error).__name__}: {first_line(error)}"
-        fields = spec.files and isinstance(error, (KeyError, TypeError, UndefinedError))
-        remedy = "leave the task out"
-        if fields:
-            remedy = "give the data the fields that the definition reads"
-        raise DataError(f"{line}; {remedy}") from error
+        remedy = "correct its data or its definition, or " if spec.files else ""
+        raise DataError(f"{line}; {remedy}leave the task out") from error
     if definition_digest(read_definition(spec.definition)) != spec.definition_digest:
         raise DataError(
             f"{spec.name}: its definition, {spec.definition} or the code beside it, changed "

@@ -88,7 +88,7 @@ def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) 
 def name_parts(names: Iterable[str]) -> str:
     """Return a message's end that lists the parts of ``names``, which patterns can name."""
     parts = dict.fromkeys(p for name in names for p in name.split(".") if not p.isdigit())
-    return f"parts of their names are {', '.join(parts)}"
+    return f"possible parts of names: {', '.join(parts)}"
 
 
 def alike(names: Iterable[str]) -> dict[str, list[str]]:

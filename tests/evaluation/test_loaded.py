@@ -88,8 +88,8 @@ def test_a_hidden_label_of_which_a_function_makes_an_answer_is_refused(tmp_path,
 @pytest.mark.parametrize(
     ("options", "words"),
     [("xy", "quiz: .*:1: its choices are 'xy', not texts"),
-     ([1, 2], "TypeError: .*; give the data the fields"),
-     ([None], "TypeError: .*; give the data the fields")],
+     ([1, 2], "TypeError: .*; correct its data or its definition"),
+     ([None], "TypeError: .*; correct its data or its definition")],
 )  # fmt: skip
 def test_choices_are_lists_of_texts(tmp_path, options, words):
     with pytest.raises(DataError, match=words):

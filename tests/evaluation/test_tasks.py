@@ -252,7 +252,7 @@ def test_what_a_tasks_code_lacks_is_named(tmp_path):
         (
             "loglikelihood",
             "loglikelyhood",
-            "mine.yaml: ValueError: Got invalid output_type .*l'; leave",
+            "mine.yaml: ValueError: Got invalid output_type .*; correct its data or",
         ),
         (
             "acc}",
