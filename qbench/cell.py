@@ -265,7 +265,8 @@ def quantized_model(
     cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase, cache: Path, progress: Advance
 ) -> tuple[PreTrainedModel, str]:
     """Return ``model`` quantized, and a line for the log that says how. The quantized weights are
-    read from ``cache``, or made and kept there."""
+    read from ``cache``, or made and kept there. ``model`` must not be used afterwards; it is
+    returned as it is if the cell is unquantized or was loaded quantized."""
     return quantize(
         model,
         cell.quantization,

@@ -337,8 +337,9 @@ class Plan:
         return "the hub" if self.recipe.data is None else short_path(self.recipe.data)
 
     def source(self, name: str) -> str:
-        """Return where a checkpoint came from: its folder, or its hub id and commit (else revision)
-        as ``ID @ COMMIT``."""
+        """Return, for a reader, where a checkpoint came from: its folder as ``short_path`` writes
+        it, or its hub id and the commit's first 12 digits (else the revision, if given) as ``ID @
+        COMMIT``."""
         source = self.recipe.checkpoints[name]
         folders = [cell.checkpoint.folder for cell in self.cells if cell.checkpoint_name == name]
         commits = [folder.name[:12] for folder in folders if folder.parent.name == "snapshots"]

@@ -323,8 +323,8 @@ class Records(Generic[R]):
         divergences: pd.DataFrame | None = None,
         answers: pd.DataFrame | None = None,
     ) -> R:
-        """Write a record and its tables, whose columns are ``COLUMNS``; return the record with the
-        tables' checksums.
+        """Write a record and its tables, whose columns must be ``COLUMNS`` (else AssertionError);
+        return the record with the tables' checksums.
 
         The record is written last. Tables of this record that are not passed are deleted.
         """

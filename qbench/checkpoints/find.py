@@ -234,9 +234,9 @@ class Header:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files that transformers reads the weights from: those that the index
-    lists, else ``model.safetensors``. Raises CheckpointError for adapters, pickles and missing
-    files."""
+    """Return the names, sorted, of the files that transformers reads the weights from: those that
+    the index lists, else ``model.safetensors``. Raises CheckpointError for an adapter, for pickles
+    alone, missing files, a malformed index, and a ``model.safetensors`` that the index omits."""
     if (folder / ADAPTER).exists():
         raise CheckpointError(
             f"{ADAPTER}: the folder holds an adapter; merge it into its base model first, as by "

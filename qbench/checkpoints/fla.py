@@ -183,8 +183,8 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_transformers_words(config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` in transformers' fields, translated by ``llama_settings``, with its errors,
-    if it is flash-linear-attention's."""
+    """Return ``config`` in transformers' fields: translated by ``llama_settings``, which may raise
+    CheckpointError, if it is flash-linear-attention's, else as it is."""
     return llama_settings(config) if recognizes(config) else config
 
 

@@ -55,8 +55,9 @@ FILES = {
 
 
 def changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return in words which of weights, configuration and tokenizer differ between the key parts
-    ``old`` and ``new`` of two cells; older records have one digest for all of them."""
+    """Return in words by which files the key parts ``old`` and ``new`` of two cells differ: ``other
+    weights and another tokenizer``. Call it only if they differ: it never returns "". Older records
+    have one digest for all files: all are named."""
     before, after = old.get("checkpoint"), new.get("checkpoint")
     if not before or not after:
         return "other weights, configuration or tokenizer"

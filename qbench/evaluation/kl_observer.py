@@ -196,8 +196,8 @@ class KLObserver:
     def batch(
         self, scored: Scored, hidden: Tensor, projection: Projection
     ) -> Callable[[LogitsPart], None] | None:
-        """Return a function that compares a part's logits with the unquantized model's; None for a
-        task that ``base`` lacks."""
+        """Return a function that compares a part's logits with the unquantized model's, for ``end``
+        to store; None for a task that ``base`` lacks."""
         if self._task is None:
             return None
         tokens = self._task.token.numpy()[scored.index]

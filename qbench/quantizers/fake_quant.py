@@ -117,10 +117,11 @@ def scale_of_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> S
 
 
 def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
-    """Return the float32 scale, and of an asymmetric format the zero, for values between ``low``
-    and ``high``, of one shape. An asymmetric range is widened to hold 0. The scale is 0 if all
-    values are 0, and NaN if an end is infinite. For a symmetric format ``low`` may be None and
-    ``high`` the largest magnitude."""
+    """Return the scale (float32, rounded by ``stored``), and of an asymmetric format the zero, for
+    values between ``low`` and ``high``, of one shape. An asymmetric range is widened to hold 0. The
+    scale is 0 if all values are 0, or too small for a float16 scale, and NaN if an end is infinite,
+    or too large for one. For a symmetric format ``low`` may be None and ``high`` the largest
+    magnitude."""
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
         return Scale(stored(divided(largest, form.span), form))

@@ -47,8 +47,8 @@ def _prime(order: int) -> int | None:
 
 @functools.cache
 def matrix(order: int) -> Matrix:
-    """Return the Hadamard matrix int8 [order, order], entries ±1, of an ``order`` in ``factors``: a
-    power of two or Paley's."""
+    """Return the Hadamard matrix int8 [order, order], entries ±1, of an ``order`` that ``factors``
+    returns: a power of two or Paley's. Later calls return the same array: do not write to it."""
     from scipy.linalg import hadamard  # slow to import, and settings need only factors
 
     if order & (order - 1) == 0:

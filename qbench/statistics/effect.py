@@ -386,8 +386,9 @@ def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
 
 
 def documents_for_margin(loss: Effect, margin: float, expected: float = 0.0) -> int | None:
-    """Return how many documents would show that a loss stays within ``margin`` (on the effect's
-    scale) if it is ``expected``, from the half-width of its one-sided bound; None if no number
-    would, since ``expected`` is not below the margin."""
+    """Return how many documents show, with 80 % power by a one-sided bound at 95 %, that a loss
+    stays within ``margin`` (on the effect's scale) if it is ``expected``: ``documents_needed`` with
+    the standard error that the half-width of the bound of ``loss`` gives. None if ``expected`` is
+    not below the margin: no number suffices."""
     spread = (loss.bounds[1] - loss.estimate) / float(special.ndtri(CONFIDENCE))
     return documents_needed(margin - expected, spread, loss.documents)

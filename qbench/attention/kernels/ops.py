@@ -501,7 +501,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def attention_backward(*given: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v and each parameter; an empty tensor if it needs none."""
+    """Return the gradients of q, k and v, always, and of each of the four parameters, an empty
+    tensor for one that is not ``wanted``."""
     *given, needs_grad = given
     mask, seq_bounds = mask_or_bounds(*given[7:10])
     gradients = backward(

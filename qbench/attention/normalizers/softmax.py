@@ -56,9 +56,10 @@ class Softmax(Normalizer):
         mask: Tensor | None,
         causal: bool,
     ) -> Tensor | None:
-        """Return torch's own softmax attention, computed in float32, which stores no scores. None
-        for float64, and for causal queries of another number than keys without a mask: torch aligns
-        the first query with the first key, not the last with the last."""
+        """Return torch's own softmax attention, computed in float32 and returned in the query's
+        dtype, which stores no scores; 0 where a query sees no key. None for float64, and without a
+        mask for causal queries (more than one) of another number than keys: torch aligns the first
+        query with the first key, not the last with the last."""
         import torch
 
         queries, keys = query.shape[2], key.shape[2]

@@ -44,8 +44,9 @@ class Softpick(Normalizer):
     def fraction(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return numerator and denominator without new memory and with one exponential per score,
-        in a third of the time of :meth:`weights`. Overwrites ``scores``."""
+        """Return numerator and denominator, of which only the quotient counts, in a third of the
+        time of :meth:`weights`: scores up to SAFE_MAXIMUM need no new memory and one exponential
+        each. Overwrites ``scores``."""
         if allowed is not None:
             scores.mul_(allowed)  # e^0 − 1 = 0: a score of 0 adds nothing to either sum
         maximum = scores.amax(-1, keepdim=True).clamp_(min=0)

@@ -151,9 +151,10 @@ def score_rows(
     at_once: int,
     observer: Observer | None,
 ) -> RowScores:
-    """Apply LM head and log-softmax to ``hidden`` [R, H], ``at_once`` rows at a time, and return
-    the values of the tokens ``scored``, in their order. ``softmax_dtype`` None: the logits' own
-    dtype. ``observer``, if given, sees every part."""
+    """Apply LM head and log-softmax to ``hidden`` [R, H], ``at_once`` rows at a time (rounded up to
+    ``projection.multiple``). Return the log-probability of each token ``scored`` and whether it was
+    the likeliest, in their order. ``softmax_dtype`` None: the logits' own dtype. ``observer``, if
+    given, sees every part."""
     watch = None if observer is None else observer.batch(scored, hidden, projection)
     order = np.argsort(scored.row, kind="stable")
     rows = scored.row[order]

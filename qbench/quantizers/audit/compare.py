@@ -166,7 +166,8 @@ def _most(base: Tensor, changed: list[Tensor], watched: Any) -> float:
 
 
 def logits(model: nn.Module, *texts: Tensor) -> list[Tensor]:
-    """Return the float32 logits [B, T, V] of each of ``texts``, token ids [B, T]."""
+    """Return the float32 logits [B, T, V] of each of ``texts``, token ids [B, T]. Gradients are the
+    caller's to switch off. A streamed model reads its weights once for all texts."""
     device = next(model.parameters()).device
     return lockstep(model, [
         lambda ids=ids: model(input_ids=ids.to(device), use_cache=False).logits.float()

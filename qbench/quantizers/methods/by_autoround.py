@@ -39,7 +39,8 @@ class AutoRoundFp4(ByAutoRound):
 
 
 def make(model: Path, out: Path, texts: Texts, settings: AutoRound | AutoRoundFp4) -> None:
-    """Write a copy of ``model`` by auto-round to the folder ``out``; see ``library_made``."""
+    """Write a copy of ``model`` by auto-round to the folder ``out``. See the module
+    ``library_made``."""
     scheme: dict[str, Any] = {"scheme": getattr(settings, "element", "").upper()}
     if isinstance(settings, AutoRound):
         scheme = {"bits": settings.num_bits, "group_size": settings.group_length(0) or -1}

@@ -24,8 +24,8 @@ class AutoScheme(ByAutoRound, GroupedIntegers):
 
 
 def make(model: Path, out: Path, texts: Texts, settings: AutoScheme) -> None:
-    """Write a copy of ``model`` by auto-round's AutoScheme to the folder ``out``; see
-    ``library_made``."""
+    """Write a copy of ``model`` by auto-round's AutoScheme to the folder ``out``. See the
+    module ``library_made``."""
     import auto_round
     from auto_round.schemes import QuantizationScheme
     from transformers import AutoTokenizer

@@ -24,7 +24,8 @@ class ParoQuant(LibraryMade, GroupedIntegers):
 
 
 def make(model: Path, out: Path, texts: Texts, settings: ParoQuant) -> None:
-    """Write a copy of ``model`` by ParoQuant to the folder ``out``; see ``library_made``."""
+    """Write a copy of ``model`` by ParoQuant to the folder ``out``. See the module
+    ``library_made``."""
     epochs = dict.fromkeys(("opt_rotation_epochs", "opt_finetune_epochs"), settings.epochs)
     # its kernel rotates groups of 128; without it the library would train group by group
     fused = settings.group_length(0) == 128
