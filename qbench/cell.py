@@ -30,6 +30,7 @@ from qbench.errors import (
     CheckpointError,
     DataError,
     EvaluationError,
+    OutputError,
     QbenchError,
     ResultsError,
     UnavailableError,
@@ -511,7 +512,7 @@ class _Evaluation:
                 states.save(self.cache, cell.key_parts, task.name)
             if missing is None or not missing.retry:
                 self.kept.put(record, **tables)
-        except ResultsError as error:
+        except (ResultsError, OutputError) as error:
             line = f"{cell.name}: {task.name} is scored, but not kept in the cache: {error}"
             self.result.progress.log(line, "bold red")
         return TaskResult(record, tables)

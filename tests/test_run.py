@@ -8,7 +8,7 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import OutputError
-from qbench.files import content_key
+from qbench.files import cache_folder, content_key
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -144,6 +144,25 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     assert "the unquantized cell is then made anew" in cell.damage.reason
     assert qbench(*options) == 0  # with room: both again
     assert Store(out).records()[1].damage.tasks
+
+
+def test_a_cache_that_keeps_no_task_loses_no_scores(tmp_path, capfd, monkeypatch):
+    """The cell failed."""
+    from qbench import store
+
+    inner = store.write_atomically
+
+    def full(path, *of, **named):
+        if path.is_relative_to(cache_folder()):
+            raise OutputError(f"{path}: cannot be written (No space left on device)")
+        return inner(path, *of, **named)
+
+    monkeypatch.setattr(store, "write_atomically", full)
+    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
+    assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "softmax/fp32") == 0
+    assert "demo_choice is scored, but not kept in the cache: " in capfd.readouterr().err
+    (record,) = Store(out).records()
+    assert record.scores
 
 
 @pytest.mark.slow
