@@ -397,7 +397,7 @@ def _loading(quantization: dict[str, Any], dequantize: bool) -> dict[str, Any]:
         chosen = transformers.AwqConfig(bits=quantization["bits"], backend="torch_awq")
     elif method == "auto-round" and quantization.get("data_type") == "int":
         chosen = transformers.AutoRoundConfig(bits=quantization["bits"], backend="torch")
-    elif method == "fp8" and dequantize:
+    elif method in ("fp8", "mxfp8") and dequantize:
         chosen = transformers.FineGrainedFP8Config(dequantize=True)
     elif method == "compressed-tensors" and _one_scheme_of_weights(quantization):
         chosen = transformers.CompressedTensorsConfig(dequantize=True)

@@ -33,6 +33,7 @@ from qbench.records import UNQUANTIZED_BITS, Part, Precision, StoredSize
 
 GGUF = "gguf"  # a file that llama.cpp runs, not transformers
 BY_GPTQMODEL = ("exl3", "paroquant")  # formats that transformers does not load
+FP8 = ("fp8", "mxfp8")  # transformers loads both by one class
 WEIGHTS_ONLY = "weights only: they are multiplied dequantized"
 KERNELS = "kernels"  # the package with which transformers multiplies FP8 on a GPU
 # Packages that load copies: their versions are in the key of a copy's cell.
@@ -61,7 +62,7 @@ def format_rows() -> Iterator[tuple[str, str]]:
     for name in loadable_methods():
         loader = "gptqmodel" if name in BY_GPTQMODEL else "transformers"
         loader += ", as a GGUF file llama.cpp" if name == GGUF else ""
-        cpu = f"; on a CPU {WEIGHTS_ONLY}, as on a GPU without {KERNELS}" if name == "fp8" else ""
+        cpu = f"; on a CPU {WEIGHTS_ONLY}, as on a GPU without {KERNELS}" if name in FP8 else ""
         yield name, f"{loader}{cpu}"
 
 
@@ -163,7 +164,7 @@ class PublishedCopy(Published):
     def weights_only(self) -> bool:
         """Return whether weights are dequantized when loaded and activations stay unquantized: FP8
         on a CPU, or without the kernels of its products."""
-        return self.format == "fp8" and (self.device == "cpu" or find_spec(KERNELS) is None)
+        return self.format in FP8 and (self.device == "cpu" or find_spec(KERNELS) is None)
 
     @property
     def activations(self) -> Part | None:
@@ -271,6 +272,8 @@ def rounded_part(config: Mapping[str, Any], kind: str) -> Part | None:
     "kv_cache") if its quantization_config says that it is rounded; else None."""
     if kind == "activation" and config.get("load_in_8bit"):
         return Part(bits=8, scheme="int8, outlier columns apart")  # LLM.int8
+    if kind == "activation" and config.get("quant_method") == "bitnet":  # which does not say so
+        return Part(bits=8, scheme="int8 per token, dynamic", simulated=True)
     for key, value in entries(config):
         if kind == "activation" and key == "act_bits" and value and value < UNQUANTIZED_BITS:
             when = "dynamic" if config.get("act_dynamic") else "static"

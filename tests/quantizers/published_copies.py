@@ -18,6 +18,8 @@ import transformers
 from loading import load_model, save_as_transformers
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from transformers.integrations.bitnet import pack_weights
+from transformers.integrations.metal_quantization import _affine_quantize_tensor
 
 from qbench.checkpoints import find
 
@@ -287,6 +289,64 @@ def _in_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{name}_blocks": pairs, f"{name}_scales": (exponent + 127).to(torch.uint8)}
 
 
+def bitnet(source: Path, folder: Path) -> Path:
+    """``source`` as BitNet keeps −1, 0 and 1, four to a byte, with a factor a matrix."""
+    return _rewritten(
+        source, folder, _in_bitnet, quant_method="bitnet", linear_class="bitlinear",
+        quantization_mode="offline", modules_to_not_convert=["lm_head"],
+    )  # fmt: skip
+
+
+def _in_bitnet(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "proj" not in name:
+        return {name: tensor}
+    factor = 1 / tensor.float().abs().mean()
+    signs = (tensor.float() * factor).round().clamp(-1, 1)
+    return {name: pack_weights(signs), f"{name}_scale": factor.bfloat16()[None]}
+
+
+def mxfp8(source: Path, folder: Path) -> Path:
+    """``source`` as MXFP8: E4M3 in blocks of 32 of a row, whose scale is a power of two."""
+    return _rewritten(
+        source, folder, _in_mxfp8, quant_method="mxfp8", activation_scheme="dynamic",
+        weight_block_size=[1, 32], scale_fmt="ue8m0",
+    )  # fmt: skip
+
+
+def _in_mxfp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "proj" not in name:
+        return {name: tensor}
+    blocks = tensor.float().unflatten(1, (-1, 32))
+    exponent = torch.floor(torch.log2(blocks.abs().amax(-1))) - 8
+    codes = (blocks / exponent.exp2()[..., None]).clamp(-448, 448).flatten(1)
+    scale = (exponent + 127).to(torch.uint8)
+    return {name: codes.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+
+
+def metal(source: Path, folder: Path) -> Path:
+    """``source`` as transformers' Metal format: 4 bits in groups of 64, with scale and least."""
+    return _rewritten(source, folder, _in_metal, quant_method="metal", bits=4, group_size=64)
+
+
+def _in_metal(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "proj" not in name:
+        return {name: tensor}
+    codes, scales, least = _affine_quantize_tensor(tensor, 64, 4)
+    parts = {"weight": codes, "scales": scales.bfloat16(), "qbiases": least.bfloat16()}
+    return {name.replace("weight", part): kept for part, kept in parts.items()}
+
+
+def nearly_ternary(tensors: dict[str, torch.Tensor]) -> None:
+    """Weights as of a model that BitNet trained: about −m, 0 or m."""
+    torch.manual_seed(0)
+    for name in [name for name in tensors if "proj" in name]:
+        weight = tensors[name].float()
+        mean = weight.abs().mean()
+        signs = (weight / mean).round().clamp(-1, 1)
+        noise = 0.1 * torch.randn_like(signs)
+        tensors[name] = ((signs + noise) * mean).to(tensors[name].dtype)
+
+
 def _rewritten(source: Path, folder: Path, change, **config: Any) -> Path:
     """``source`` with each tensor as ``change`` gives it, and ``config`` as what was done."""
     shutil.copytree(source, folder)
@@ -426,6 +486,7 @@ def _tokenizer_fields(file: dict[str, Any]) -> dict[str, Any]:
 
 REWRITTEN = {
     "fp8": fp8, "fp8-rows": fp8_rows, "int8-rows": int8_rows, "gptq": gptq_layout,
+    "mxfp8": mxfp8, "metal": metal,
 }  # fmt: skip
 
 

@@ -17,12 +17,14 @@ from published_copies import (
     DEMO,
     FORMATS,
     awq,
+    bitnet,
     changed,
     copy_of,
     experts,
     fp8,
     fp8_rows,
     mxfp4,
+    nearly_ternary,
     original,
     with_biases,
 )
@@ -49,6 +51,9 @@ ROUNDS_CACHES = Version(transformers.__version__).release < (5, 24)
 # groups off the file: the audit finds those right.
 OLDER = Version(transformers.__version__).release < (5, 23)
 TASKS = ("demo_choice",)
+MORE_FORMATS = (
+    "ct-nvfp4", "ct-w4a16-asym", "ct-fp8-block", "fp8", "gptq", "mxfp8", "metal",
+)  # fmt: skip
 WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-fp8-block", "ct-nvfp4")
 
 
@@ -96,7 +101,7 @@ def audited(found, name="base/copy"):
     "name",
     [
         pytest.param(name, marks=needs_vnni if name == "torchao-w8a8" else ())
-        for name in (*FORMATS, "ct-nvfp4", "ct-w4a16-asym", "ct-fp8-block", "fp8", "gptq")
+        for name in (*FORMATS, *MORE_FORMATS)
     ],
 )
 def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_path):
@@ -104,7 +109,8 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_p
     result, model = audited(found)
     assert result.problems == ()
     assert result.coverage == 1
-    few = {"nf4": (4, 0.12), "w4a16": (4, 0.15), "nvfp4": (4, 0.12), "fp8": (8, 0.04)}
+    few = {"nf4": (4, 0.12), "w4a16": (4, 0.15), "nvfp4": (4, 0.12), "fp8": (8, 0.04),
+           "mxfp8": (8, 0.04), "metal": (4, 0.12)}  # fmt: skip
     few["gptq"] = few["w4a16"]
     bits, error = few.get(name.split("-")[name.startswith(("bnb", "ct", "torchao"))], (8, 0.012))
     assert result.bits == bits
@@ -114,6 +120,17 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_p
     activations = found.cell("base/copy").quantization.precision.activations
     assert (activations is not None) == (name in WITH_ACTIVATIONS)
     assert model.config._attn_implementation.startswith("qbench")
+
+
+@pytest.mark.slow  # transformers compiles BitNet's layers
+def test_a_copy_of_bitnet_is_two_bits_and_rounds_inputs_to_eight(whole, tmp_path):
+    trained = changed(whole, tmp_path / "trained", nearly_ternary)
+    found = planned(tmp_path, bitnet(trained, tmp_path / "copy"), checkpoint=trained)
+    result, _ = audited(found)
+    assert result.problems == ()
+    assert result.bits == 2
+    precision = found.cell("base/copy").quantization.precision
+    assert (precision.weights.bits, precision.activations.bits) == (2, 8)
 
 
 @pytest.mark.parametrize("largest", [1.0, 0.2])
