@@ -336,6 +336,26 @@ def _in_metal(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name.replace("weight", part): kept for part, kept in parts.items()}
 
 
+def gemma(source: Path, folder: Path) -> Path:
+    """``source`` as Gemma's own format: 4 bits, a scale per row; inputs stay unrounded."""
+    return _rewritten(
+        source, folder, _in_gemma, quant_method="gemma", num_bits=4,
+        modules_to_not_convert=["lm_head"],
+    )  # fmt: skip
+
+
+def _in_gemma(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "proj" not in name:
+        return {name: tensor}
+    scale = tensor.float().abs().amax(1, keepdim=True) / 7
+    codes = ((tensor.float() / scale).round() + 8).to(torch.uint8)
+    unrounded = {
+        name.replace("weight", f"{side}_activation_scale"): torch.tensor(0.0)
+        for side in ("input", "output")
+    }
+    return {name: codes[:, 0::2] | codes[:, 1::2] << 4, f"{name}_scale": scale, **unrounded}
+
+
 def nearly_ternary(tensors: dict[str, torch.Tensor]) -> None:
     """Weights as of a model that BitNet trained: about −m, 0 or m."""
     torch.manual_seed(0)
@@ -486,7 +506,7 @@ def _tokenizer_fields(file: dict[str, Any]) -> dict[str, Any]:
 
 REWRITTEN = {
     "fp8": fp8, "fp8-rows": fp8_rows, "int8-rows": int8_rows, "gptq": gptq_layout,
-    "mxfp8": mxfp8, "metal": metal,
+    "mxfp8": mxfp8, "metal": metal, "gemma": gemma,
 }  # fmt: skip
 
 

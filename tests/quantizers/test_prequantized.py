@@ -53,6 +53,7 @@ OLDER = Version(transformers.__version__).release < (5, 23)
 TASKS = ("demo_choice",)
 MORE_FORMATS = (
     "ct-nvfp4", "ct-w4a16-asym", "ct-fp8-block", "fp8", "gptq", "mxfp8", "metal",
+    "gemma",
 )  # fmt: skip
 WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-fp8-block", "ct-nvfp4")
 
@@ -110,7 +111,7 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_p
     assert result.problems == ()
     assert result.coverage == 1
     few = {"nf4": (4, 0.12), "w4a16": (4, 0.15), "nvfp4": (4, 0.12), "fp8": (8, 0.04),
-           "mxfp8": (8, 0.04), "metal": (4, 0.12)}  # fmt: skip
+           "mxfp8": (8, 0.04), "metal": (4, 0.12), "gemma": (4, 0.2)}  # fmt: skip
     few["gptq"] = few["w4a16"]
     bits, error = few.get(name.split("-")[name.startswith(("bnb", "ct", "torchao"))], (8, 0.012))
     assert result.bits == bits
