@@ -88,8 +88,8 @@ from qbench.records import GIB, GridCell, RunManifest, StoredSize
 from qbench.text import group_by_reason
 
 EXPERTS = re.compile(r"\.(experts|block_sparse_moe\.(in|out)put_linear)\.")  # and GraniteMoE's
-ENDS = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|lm_head)\.")
-HEADS = ("lm_head", "embed_out")  # in files, the latter of GPT-NeoX
+ENDS = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|(lm_)?head)\.")
+HEADS = ("lm_head", "embed_out", "head")  # in files, the latter two of GPT-NeoX and RWKV
 
 
 def find_copy(

@@ -50,7 +50,7 @@ def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield every weight [B, H, R, N] of ``call`` by the definition of its attention function in
     float32, R queries at a time over the N keys that causality lets any of them see; and which
     pairs attention allows, bool, broadcastable to the weights."""
-    normalizer = NORMALIZERS.get(call.normalizer)
+    normalizer = NORMALIZERS[call.normalizer]
     given = normalizer.checked(call.parameters, call.query.shape[1])
     for scores, allowed, _ in reference.chunks(
         call.query, call.key, normalizer, given, scale=call.scale, softcap=call.softcap,

@@ -4,6 +4,9 @@ What a class's own attention has and ours lacks is measured, and so is what a pa
 no table of classes decides it.
 """
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -24,9 +27,11 @@ from qbench.checkpoints.find import (
     tried_classes,
 )
 from qbench.checkpoints.load import probe_logits, require_causal, require_ours
-from qbench.errors import CheckpointError, UnavailableError
+from qbench.errors import CheckpointError, RecipeError, UnavailableError
 from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import MODES, Tolerance
+from qbench.plan import _count
+from qbench.quantizers import config_of
 from qbench.quantizers.linear import linearize, linears, matrices
 
 # Of GPT-BigCode in transformers 5.17.
@@ -217,7 +222,19 @@ def test_an_lm_head_may_be_called_head(tmp_path):
     checkpoint = find(str(write_tiny(tmp_path, "rwkv", num_hidden_layers=2)))
     assert set(end_shapes(checkpoint)) == {"head", "rwkv.embeddings"}
     names = linears(tiny_model("rwkv", num_hidden_layers=2))
-    assert linear_shapes(checkpoint).keys() == names.keys()
+    shapes = linear_shapes(checkpoint)
+    assert shapes.keys() == names.keys()
+    four_bits = {
+        name: replace(header, dtype="U8", shape=(math.prod(header.shape) // 2,))
+        if name.removesuffix(".weight") in shapes else header
+        for name, header in checkpoint.headers.items()
+    }  # fmt: skip
+    size = _count(replace(checkpoint, headers=four_bits), checkpoint, shapes)["size"]
+    assert size.bits_per_weight <= 4
+    assert size.head_bits_per_weight == 32
+    mix = config_of({"name": "mixed", "layers": {"head": "gptq-4bit", "*": "rtn-4bit"}})
+    with pytest.raises(RecipeError, match="head: gptq-4bit cannot quantize LM head"):
+        mix.weights.check({}, "cpu")
 
 
 @pytest.mark.parametrize("kind", KINDS)

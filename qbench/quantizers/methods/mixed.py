@@ -21,7 +21,7 @@ from qbench.quantizers.config import (
 from qbench.quantizers.registry import config_of, register
 from qbench.records import UNQUANTIZED_BITS
 
-ENDS = re.compile(r"(^|\.)(lm_head|embed_out|wte|\w*embed_(tokens|in)|word_embeddings)$")
+ENDS = re.compile(r"(^|\.)((lm_)?head|embed_out|wte|\w*embed_(tokens|in)|word_embeddings)$")
 WRITE = "{pattern: quantizer}, such as {'*.down_proj': gptq-8bit, '*': gptq-4bit}"
 
 
