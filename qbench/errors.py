@@ -102,11 +102,11 @@ def first_line(error: BaseException) -> str:
 
 
 def validation_line(error: ValidationError) -> str:
-    """Return the place and the message of the first problem of a pydantic error: ``limit: Input
-    should be …``."""
+    """Return the place, if it has one, and the message of the first problem of a pydantic error:
+    ``limit: Input should be …``."""
     first = error.errors()[0]
-    location = ".".join(map(str, first["loc"])) or "all"
-    return f"{location}: {first['msg'].removeprefix('Value error, ')}"
+    place = f"{'.'.join(map(str, first['loc']))}: " if first["loc"] else ""
+    return place + first["msg"].removeprefix("Value error, ")
 
 
 def failure_line(problem: BaseException) -> str:

@@ -96,14 +96,15 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     )
     if (runtime := cell.quantization.runtime) != "transformers":
         raise ResultsError(
-            f"{name}: this cell runs in {runtime}, not in transformers; copy the model's own files"
+            f"{name}: this cell runs in {runtime}, not in transformers; to export it, copy its "
+            "own files"
         )
     tokenizer = load_tokenizer(checkpoint)
     if isinstance(cell.quantization.weights, LibraryMade):
         cell, how = with_made_copy(cell, calibration_of(cell, tokenizer), cache, device)
         model = load_copy(cell, device, fallback=True)
     elif cell.quantization.weights is not None and cell.quantization.weights.prequantized:
-        raise ResultsError(f"{name}: this cell is a published copy; copy that copy's files")
+        raise ResultsError(f"{name}: this cell is a published copy; to export it, copy its files")
     else:
         model = load_model(
             cell.checkpoint,

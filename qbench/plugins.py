@@ -37,7 +37,7 @@ class Registry(dict[str, T]):
         """Register ``thing`` under ``name``, and return it. Raises RecipeError for a text that is
         no name, ValueError for a name that is taken."""
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
-            raise RecipeError(f"{self.kind} {shown(name)}: a name has {NAME_RULE}; rename it")
+            raise RecipeError(f"{self.kind} {shown(name)}: its name must have {NAME_RULE}")
         if name in self:
             raise ValueError(f"{self.kind} {name!r} is registered twice")
         self[name] = thing

@@ -664,7 +664,7 @@ class RunManifest(RecordModel):
         names = [cell.cell for cell in self.cells]
         for cell in self.cells:
             if cell.checkpoint not in self.checkpoints or cell.quantizer not in self.quantizers:
-                raise ValueError(f"cell {cell.cell} is not of these checkpoints and quantizers")
+                raise ValueError(f"cell {cell.cell}: the grid lacks its checkpoint or quantizer")
             if names.count(cell.cell) > 1:
                 raise ValueError(f"cell {cell.cell} is listed twice")
         members = [member for group in self.replicates.values() for member in group]

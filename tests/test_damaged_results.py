@@ -194,13 +194,13 @@ def test_names_of_a_foreign_grid_lead_nowhere_else(results, field, value):
         ({"cells": []}, "cells: "), ({"checkpoints": []}, "checkpoints: "),
         ({"quantizers": []}, "quantizers: "), ({"tasks": []}, "tasks: "),
         ({"tasks": ["../x"]}, r"tasks\.0: "), ({"tasks": ["a\nb"]}, r"tasks\.0: "),
-        ({"checkpoints": ["other"]}, "softmax/bf16 is not of these checkpoints"),
+        ({"checkpoints": ["other"]}, "cell softmax/bf16: the grid lacks"),
         ({"name": "a\nb"}, "name: "),
     ],
 )  # fmt: skip
 def test_a_foreign_grid_that_is_of_nothing_is_refused(results, changes, words):
     rewrite(the_file(results, "grid"), **changes)
-    with pytest.raises(DamagedError, match=rf"grid\.json: damaged: .*{words}"):
+    with pytest.raises(DamagedError, match=rf"grid\.json: damaged: {words}"):
         Store(results / "grid").manifest()
 
 

@@ -88,8 +88,11 @@ OF = "(METHODS['bnb-8bit'].settings)"
         ("def\n", r"line 1: SyntaxError"),
         ("raise BaseException('no')\n", "line 1: BaseException: no"),
         ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
-        (f"{NAMED}'../x', 'a line'){OF}\n", r"'\.\./x': a name has up to 64 letters"),
-        (f"{NAMED}'a\\nb', 'a line'){OF}\n", "a name has up to 64 letters"),
+        (
+            f"{NAMED}'../x', 'a line'){OF}\n",
+            "its name must have up to 64 letters[^;]*; correct the f",
+        ),
+        (f"{NAMED}'a\\nb', 'a line'){OF}\n", "must have up to 64 letters"),
         (None, "cannot be read"),
     ],
 )

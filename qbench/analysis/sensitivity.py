@@ -71,7 +71,7 @@ class Baseline:
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, *, batch: int) -> None:
         self.model, self.ids, self.batch = model, ids, batch
-        self.decoder, self.head = decoder_and_head(model)
+        self.decoder, self.head = decoder_and_head(model, "; leave this checkpoint out")
         self.root, self.blocks = decoder_blocks(model)
         self._inputs: list[list[Tensor]] = []  # by batch and block, [B, T, H]
         self._beside: dict[nn.Module, tuple] = {}  # what a block returns beside these, not read

@@ -63,7 +63,7 @@ def bench_cells(
         try:
             measured = load_measured(store, record, cache, device)
         except QbenchError as error:
-            log(str(error))
+            log(f"not timed: {error}")
             continue
         ids = torch.arange(PROMPT, device=device)[None] * 7 % measured.model.config.vocab_size
         answer = partial(

@@ -114,7 +114,8 @@ def bench_generation(
         wide = _scorer(model.float(), scorer.hflm.tokenizer, length + tokens, batch_size)
         if wide.generate_until(few) != wide.hflm.generate_until(few, disable_tqdm=True):
             raise EvaluationError(
-                "generated answers in float32 differ from lm-eval's HFLM; report it"
+                f"bench generation: {normalizer}: answers generated in float32 differ from those "
+                "of lm-eval's HFLM; report it"
             )
 
     measured = []

@@ -185,7 +185,7 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     if "transformers_weights" in config:
         raise CheckpointError(
             "config.json: transformers_weights names another weight file than those that qbench "
-            "checks; remove this key"
+            f"checks; rename that file to {SINGLE}, and remove this key"
         )
     if config.get("is_encoder_decoder"):
         raise CheckpointError(
@@ -247,10 +247,16 @@ def weight_files(folder: Path) -> list[str]:
             return [SINGLE]
         pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
         if pickles:
+            convert = (
+                "import torch; from safetensors.torch import save_file; save_file({k: v.clone() "
+                f"for k, v in torch.load('{pickles[0]}', weights_only=True).items()}}, '{SINGLE}')"
+                if len(pickles) == 1
+                else "from transformers import AutoModelForCausalLM as Model; "
+                "Model.from_pretrained('.', dtype='auto').save_pretrained('.')"
+            )
             raise CheckpointError(
-                f"{pickles[0]} is a pickle, which can run code when it is read; if you trust it, "
-                'convert it: python -c "import torch; from safetensors.torch import save_file; '
-                f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
+                f"its weights are pickles ({some(pickles)}), which can run code when they are "
+                f'read; if you trust them, run in that folder: python -c "{convert}"'
             )
         raise CheckpointError(
             f"no {SINGLE} there, and no {INDEX} that lists other *.safetensors files; save the "

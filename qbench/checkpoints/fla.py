@@ -108,7 +108,12 @@ def parse(config: dict[str, Any]) -> Config:
         problem = error.errors()[0]
         name = problem["loc"][0]
         why = f"{problem['msg']}; correct it, or leave this checkpoint out"
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "missing":
+            why = "fetch config.json again, or leave this checkpoint out"
+        elif problem["type"] in ("none_required", "literal_error"):
+            computed = problem["msg"].removeprefix("Input should be ")
+            why = f"qbench computes {computed} only; leave this checkpoint out"
+        elif problem["type"] == "extra_forbidden":
             why = "no known field of flash-linear-attention's transformer models; remove it if it "
             why += "changes nothing"
         value = shown(config[name]) if name in config else "is missing"

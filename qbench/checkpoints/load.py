@@ -492,7 +492,7 @@ def require_stored_head(model: PreTrainedModel, folder: Path, headers: dict[str,
     if not torch.equal(stored, embeddings.weight):  # False also for another shape
         raise CheckpointError(
             f"config.json says tie_word_embeddings: true, but {name} differs from the embeddings; "
-            "write tie_word_embeddings: false to use it, or remove it"
+            f"write tie_word_embeddings: false to use {name}, or remove {name} from its file"
         )
 
 

@@ -45,6 +45,7 @@ from qbench import hub
 from qbench.errors import DataError, EvaluationError, QbenchError, first_line
 from qbench.evaluation.settings import FEWSHOT_SEED, AnswerSettings, ScoringSettings
 from qbench.evaluation.tasks import (
+    INSTALLED,
     TaskSpec,
     definition_digest,
     evaluation_split,
@@ -214,8 +215,10 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
                 "--data DIR"
             ) from error
         line = f"{spec.name}: {spec.definition}: {type(error).__name__}: {first_line(error)}"
-        remedy = "correct its data or its definition, or " if spec.files else ""
-        raise DataError(f"{line}; {remedy}leave the task out") from error
+        own = not any(map(spec.definition.is_relative_to, INSTALLED))
+        wrong = " or ".join(["its data"] * bool(spec.files) + ["its definition"] * own)
+        remedy = f"correct {wrong}, or leave" if wrong else "leave"
+        raise DataError(f"{line}; {remedy} the task out") from error
     if definition_digest(read_definition(spec.definition)) != spec.definition_digest:
         raise DataError(
             f"{spec.name}: its definition, {spec.definition} or the code beside it, changed "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import about, verdict
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, shown
 from qbench.tables.answers import answer_tables
 from qbench.tables.frames import COLUMNS, PRECISION, comparison_rows, printed_table, seeds_csv
 from qbench.tables.scores import against_table, by_method, tables_of
@@ -26,7 +26,7 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
     (see ``printed_table``) they include the scores that a paper prints; csv does not. Raises
     RecipeError if either is unknown."""
     if format not in FORMATS:
-        raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
+        raise RecipeError(f"format {shown(format)}: unknown; possible: {', '.join(FORMATS)}")
     if format == "csv":
         in_parts = any(line.precision.in_parts for line in comparison.lines)
         columns = [column for column in COLUMNS if in_parts or column not in PRECISION]

@@ -38,7 +38,7 @@ def test_a_recipe_that_contradicts_the_checkpoint_is_refused(tmp_path):
         ({"quantization_config": {"bits": 4}}, "quantized already"),
         (
             {"transformers_weights": "other.safetensors"},
-            "transformers_weights names another",
+            "transformers_weights names another .*; rename that file to model.safetensors, and",
         ),
         ({"model_type": None}, "model_type None is not a causal language model"),
         ({"model_type": "mine", "auto_map": {}}, "'mine' is not a causal .*never run"),
@@ -73,10 +73,18 @@ def test_a_folder_has_no_revision(tmp_path):
         find(str(write(tmp_path / "c")), revision="v1")
 
 
-def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "command"),
+    [
+        (["pytorch_model"], r"save_file\(.*load\('pytorch_model\.bin'.*'model\.safetensors'"),
+        (["model-1", "model-2"], r"from_pretrained\('\.', .*save_pretrained\('\.'\)"),
+    ],
+)
+def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path, names, command):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pickle.*save_file\(torch\.load\('pytorch_model"):
+    for name in names:
+        torch.save({}, tmp_path / f"{name}.bin")
+    with pytest.raises(CheckpointError, match=rf"pickles .*in that folder: python -c .*{command}"):
         find(str(tmp_path))
 
 

@@ -135,7 +135,7 @@ def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
 def test_a_decoder_that_does_not_give_what_the_head_takes_is_refused():
     model = tiny_model("opt")
     model.get_decoder = lambda: lambda ids, use_cache: (torch.zeros(1, 8, 48),)
-    with pytest.raises(UnavailableError, match=r"something lies between the two.*lm-eval"):
+    with pytest.raises(UnavailableError, match=r"lies between the two; set scoring: lm-eval"):
         scorer(model, "exact")
 
 

@@ -96,7 +96,7 @@ def test_every_further_checkpoint_has_a_table_with_the_first(tmp_path, checkpoin
 
 
 def test_an_unknown_format_names_the_known_ones(store):
-    with pytest.raises(RecipeError, match=r"--format docx: unknown; possible: md, tex, csv"):
+    with pytest.raises(RecipeError, match=r"format 'docx': unknown; possible: md, tex, csv"):
         render(plain(store), format="docx")
 
 

@@ -207,15 +207,15 @@ def decoder_of(model: Any) -> Any:
     return getattr(model, "model", None) if decoder is model else decoder  # as of Llama 4
 
 
-def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
+def decoder_and_head(model: Any, remedy: str = "") -> tuple[torch.nn.Module, LMHead]:
     """Return decoder and LM head, after checking that they alone turn token ids into logits. Raises
-    EvaluationError if logits are not numbers, UnavailableError if the model does more than these
-    two."""
+    EvaluationError if logits are not numbers, UnavailableError, ending in ``remedy``, if the model
+    does more than these two."""
     decoder, linear = decoder_of(model), model.get_output_embeddings()
     if decoder is None or linear is None:
         raise UnavailableError(
             f"{type(model).__name__} has no decoder and LM head that exact and fast scoring can "
-            "use; set scoring: lm-eval"
+            f"use{remedy}"
         )
     probe = torch.arange(1, 9, device=model.device)[None]
     calls = [
@@ -240,7 +240,7 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
                 continue  # states of another width, or a forward that takes more than a decoder
     raise UnavailableError(
         f"the logits of {type(model).__name__} do not follow from its decoder's hidden states and "
-        "its LM head alone: something lies between the two; use scoring: lm-eval"
+        f"its LM head alone: something lies between the two{remedy}"
     )
 
 

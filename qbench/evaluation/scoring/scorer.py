@@ -220,7 +220,7 @@ class Scorer(LM):
         self.hflm = pinned_hflm(model, tokenizer, settings)  # generates, and holds the tokenizer
         self._device = self.hflm.device
         self._progress, self._observer = progress, observer
-        decoder, self.head = decoder_and_head(model)
+        decoder, self.head = decoder_and_head(model, "; set scoring: lm-eval")
         vocabulary = model.config.get_text_config().vocab_size
         self._embedded = len(model.get_input_embeddings().weight)
         # Logits and log-probabilities of 4 bytes each, and a copy.
