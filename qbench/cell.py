@@ -54,6 +54,7 @@ from qbench.evaluation.kl_observer import (
 )
 from qbench.evaluation.llamacpp import LlamaCpp, external_model
 from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring.batching import check_tokens
 from qbench.evaluation.scoring.generate import end_tokens
 from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import tolerance_violation
@@ -286,13 +287,18 @@ def quantize_ahead(cell: Cell, plan: Plan, cache: Path) -> None:
 
 
 def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:
-    """Return the cell's calibration text as token ids of ``tokenizer``; None if it has none."""
+    """Return the cell's calibration text as token ids of ``tokenizer``; None if it has none. Raises
+    EvaluationError for ids that the model does not embed."""
     text = cell.calibration
     if text is None:
         return None
     if text.bos is None:
         text = replace(text, bos=puts_bos(tokenizer))
-    return read_calibration(text, tokenizer)
+    calibration = read_calibration(text, tokenizer)
+    config = cell.checkpoint.config
+    if rows := config.get("text_config", config).get("vocab_size"):
+        check_tokens([[int(calibration.ids.max())]], rows)
+    return calibration
 
 
 def _audit(result: CellResult, model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from small_recipe import DEMO, qbench, small_recipe
+from transformers import AutoTokenizer
 
 from qbench.errors import OutputError
 from qbench.files import cache_folder, content_key
@@ -123,6 +124,19 @@ def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monk
     (record,) = Store(out).records()
     words = "audit: model.layers.1.mlp.up_proj.weight: differs from the tensor in model.safe"
     assert record.error.startswith(words)
+
+
+def test_calibration_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault(tmp_path, capfd):
+    """It was torch's IndexError; on a GPU it would end the process."""
+    folder = shutil.copytree(DEMO / "softmax", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["the"])
+    tokenizer.save_pretrained(folder)
+    path = small_recipe(tmp_path, checkpoints={"model": str(folder)}, tasks=["demo_choice"],
+                        quantizers=["gptq-4bit"])  # fmt: skip
+    assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 1
+    words = "gptq-4bit: failed: the tokenizer gives token id 1024, but the model embeds only 1024"
+    assert words in capfd.readouterr().err
 
 
 def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):

@@ -205,5 +205,5 @@ def test_view_refuses_what_is_no_results_folder(tmp_path, folder):
 
 def test_a_port_that_is_taken_is_said_in_one_line(serve, folder):
     running = serve(folder)
-    with pytest.raises(ResultsError, match=r"^--port \d+: .*; name another$"):
+    with pytest.raises(ResultsError, match=r"^--port \d+: .*; name another port$"):
         server_module.Server([], port=running.server.server_port)
