@@ -1,6 +1,7 @@
 """lm-eval's tasks from local files: none is named in qbench's code."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -252,7 +253,7 @@ def test_what_a_tasks_code_lacks_is_named(tmp_path):
         (
             "loglikelihood",
             "loglikelyhood",
-            "mine.yaml: ValueError: Got invalid output_type .*; correct its data or",
+            "mine.yaml: ValueError: Got invalid output_type .*; correct its data or ",
         ),
         (
             "acc}",
@@ -267,8 +268,12 @@ def test_a_definition_that_lm_eval_cannot_use_is_named(tmp_path, old, new, words
     (tmp_path / "code.py").write_text("def target(doc):\n    return doc['answer']\n")
     (tmp_path / "mine.yaml").write_text(MINE.replace(old, new))
     write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
+    task = plan_task("mine", data=tmp_path, definitions=tmp_path)
     with pytest.raises(DataError, match=words):
-        load_task(plan_task("mine", data=tmp_path, definitions=tmp_path))
+        load_task(task)
+    if "correct its data or " in words:  # the hub's cannot be corrected
+        with pytest.raises(DataError, match="; correct its definition, or leave the task out"):
+            load_task(replace(task, files=()))
 
 
 def test_documents_from_elsewhere_have_the_digest_of_the_same_documents(tmp_path):
