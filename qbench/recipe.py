@@ -553,8 +553,8 @@ class Recipe(Strict):
             raise problem(
                 ("quantizers", as_it_is.index(True)),
                 f"{labels[as_it_is.index(True)]}: add path: FOLDER_OR_HUB_ID of the quantized "
-                "copy; without a path the checkpoints themselves are quantized, and this must be "
-                "the only quantizer",
+                "copy; without a path it means checkpoints that are quantized already, and must "
+                "then be the only quantizer",
             )
         calibrated = [c.label for c in self.quantizers if c.quantization.needs_calibration]
         if calibrated and self.calibration is None:

@@ -350,7 +350,7 @@ def test_the_attention_is_chosen_for_the_class(
     ("source", "attention", "words"),
     [
         ("softpick", "native", "trained with softpick, which LlamaForCausalLM of transformers"),
-        ({"normalizer": "native"}, "auto", "trained with softpick, the recipe says normalizer"),
+        ({"normalizer": "native"}, "auto", "says softpick, but the recipe says normalizer"),
     ],
 )
 def test_an_attention_that_cannot_be_had_is_refused(tmp_path, models, source, attention, words):

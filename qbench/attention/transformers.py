@@ -173,7 +173,7 @@ def parameters_of(
     for name in CHANGING:
         if name not in keywords and options.get(name) is not None:
             raise UnavailableError(
-                f"{chosen.name} attention cannot compute {name}; use a model without it"
+                f"{chosen.name} attention has no place for {name}, which this model passes to it"
             )
     return values
 

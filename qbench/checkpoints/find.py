@@ -573,10 +573,15 @@ def _normalizer(config: dict[str, Any], by_recipe: str | None, headers: Iterable
     if by_recipe == NATIVE and normalizer == by_class:
         return NATIVE
     if by_recipe not in (None, normalizer):
+        if by_format or by_config:
+            reason = f"its config.json says {normalizer}"
+        elif sinks:
+            reason = "its weights have learned sinks"
+        else:
+            reason = f"its config.json names no attention function, which means {normalizer}"
         raise CheckpointError(
-            f"it was trained with {normalizer}, the recipe says normalizer: {by_recipe}; "
-            "leave normalizer out, or name the right checkpoint; qbench_normalizer in its "
-            "config.json says how it was trained"
+            f"{reason}, but the recipe says normalizer: {by_recipe}; leave normalizer out, or, if "
+            f"it was trained so, write qbench_normalizer: {by_recipe} into its config.json"
         )
     return normalizer
 

@@ -307,12 +307,12 @@ def load_prequantized(
         except QbenchError:
             raise
         except Exception as error:  # libraries may raise anything
-            why = first_line(error)
+            why = f"{first_line(error)}; install the package that this names, or"
             if "above report" in why:  # which is not shown
-                why = "its tensors do not fit its quantization_config"
+                why = "its tensors do not fit its quantization_config;"
             raise UnavailableError(
                 f"{'GPTQModel' if by_gptqmodel else 'transformers'} cannot load this "
-                f"{method} checkpoint here: {why}; install what it lacks, or take another copy"
+                f"{method} checkpoint here: {why} take another copy"
             ) from error
         headers = checkpoint.headers
         require_stored_head(model, checkpoint.folder, headers)

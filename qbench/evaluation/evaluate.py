@@ -583,7 +583,7 @@ def _require_system_role(render: Callable[..., str], task: Any, instruction: str
         name, text = f"{task.config.task}: description", task.resolve_field(
             document, task.config.description
         )  # fmt: skip
-        remedy = "put it into the task's doc_to_text"
+        remedy = "put the description into the task's doc_to_text"
     text = str(text or "").strip()
     turns = [{"role": "system", "content": text}, {"role": "user", "content": "?"}]
     if text and text not in render(turns):

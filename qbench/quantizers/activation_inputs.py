@@ -100,8 +100,8 @@ def calibrate(
     for name, (low, high) in ranges.items():
         if high < low:
             raise QuantizationError(
-                f"{name}: no calibration text reaches this layer; add text, or leave it out: "
-                f"{ignore_advice([name], modules)}"
+                f"{name}: no calibration text reaches this layer; raise calibration.samples, "
+                f"or leave it out: {ignore_advice([name], modules)}"
             )
         if not (low.isfinite() and high.isfinite()):
             raise QuantizationError(

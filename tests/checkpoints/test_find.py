@@ -25,7 +25,7 @@ def test_the_normalizer_comes_from_the_checkpoint(tmp_path):
 def test_a_recipe_that_contradicts_the_checkpoint_is_refused(tmp_path):
     folder = write(tmp_path / "c")
     assert find(str(folder), normalizer="softpick").normalizer == "softpick"
-    with pytest.raises(CheckpointError, match=r"trained with softpick, the recipe says .*softmax"):
+    with pytest.raises(CheckpointError, match=r"json says softpick, but the recipe .*softmax"):
         find(str(folder), normalizer="softmax")
 
 

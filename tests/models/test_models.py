@@ -143,7 +143,7 @@ def test_heads_of_another_width_or_scale_are_scored_as_measured(kind, stated, fa
     [
         ("mamba", "ignores the attention that qbench sets"),
         ("bloom", "AttentionInterface, so qbench cannot set"),
-        ("mimo_v2_flash", "attention cannot compute s_aux"),
+        ("mimo_v2_flash", "attention has no place for s_aux"),
     ],
 )
 def test_an_attention_that_lacks_something_is_native_or_refused(folders, kind, words):
