@@ -310,7 +310,7 @@ def copies(tmp_path_factory):
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("run", ("--quantizers", "bf16,rtn-3bit")),
+        pytest.param("run", ("--quantizers", "bf16,rtn-3bit"), marks=pytest.mark.slow),
         ("budget", ("--methods", "rtn-3bit,rtn-8bit", "--bits", 4, "--length", 16, "--texts", 2)),
     ],
 )
