@@ -37,6 +37,8 @@ from qbench.records import Environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CELLS_PER_GPU = 3  # quantization of one cell overlaps with the scoring of others
+MOST_PER_GPU = 6  # of small models: one process leaves a GPU idle half of the time
+CORES_PER_CELL = 2
 
 
 class Gpu(NamedTuple):
@@ -166,6 +168,14 @@ def gpu_slots(
         raise RecipeError(f"--gpus {gpus}: must be all, or a number from 1 to {present}")
     count = present if gpus == "all" else int(gpus or 1)
     return [gpu for _ in range(workers or CELLS_PER_GPU) for gpu in range(count)][:at_most]
+
+
+def cells_per_gpu(gib: float, gpus: int) -> int:
+    """Return how many cells run side by side on each of ``gpus`` GPUs, CELLS_PER_GPU to
+    MOST_PER_GPU, by the host's cores and by the memory of a GPU, if each takes about ``gib``."""
+    cores = (os.cpu_count() or 1) // (CORES_PER_CELL * gpus)
+    held = int(0.7 * memory_gib("cuda") / gib)  # shapes tell memory only roughly
+    return max(CELLS_PER_GPU, min(MOST_PER_GPU, cores, held))
 
 
 version = functools.cache(metadata.version)  # a distribution that is missing is looked for again

@@ -97,6 +97,16 @@ def test_worker_processes_are_spread_over_gpus(nvml, gpus, workers, device, cell
     assert machine.gpu_slots(gpus, workers, device, at_most=cells) == slots
 
 
+@pytest.mark.parametrize(
+    ("gib", "gpus", "cores", "cells"),
+    [(8, 1, 16, 6), (20, 1, 16, 4), (48, 1, 16, 3), (8, 2, 16, 4), (8, 1, 4, 3)],
+)
+def test_small_models_share_a_gpu_more_ways(monkeypatch, gib, gpus, cores, cells):
+    monkeypatch.setattr(machine, "memory_gib", lambda device: 139.0)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert machine.cells_per_gpu(gib, gpus) == cells
+
+
 def test_a_gpu_that_refuses_all_further_work_is_told_of_and_ends_no_run(tmp_path, monkeypatch):
     def refuse(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

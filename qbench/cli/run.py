@@ -167,7 +167,8 @@ def run(
     force: Run cells again that have a finished record.
     gpus: GPUs of this host to use. Default: one.
     workers: Cells side by side on each GPU, one process each: one is quantized while others are
-        scored. Default: 3 on a GPU, 1 on a CPU.
+        scored. Default: 3 on a GPU, up to 6 if its memory and the host's cores suffice; 1 on a
+        CPU.
     save_recipe: Write this run as a recipe, with absolute paths.
     """
     launcher = load_launcher(recipe, overrides, out=out, device=device, cluster=cluster)
@@ -178,7 +179,7 @@ def run(
         save(recipe, overrides, save_recipe)
     # its processes import libraries while the run is planned
     with launch(launcher, cells, cluster=cluster, gpus=gpus, workers=workers) as launcher:
-        planned, records = _run_cells(launcher, only, force)
+        planned, records = _run_cells(launcher, only, force, grow=workers is None)
     from qbench.cli.results import show_tables  # pandas
 
     store = Store(launcher.out, manifest=planned.manifest())
@@ -199,11 +200,16 @@ def run(
         raise typer.Exit(2 if any(record.bad_input for record in broken) else 1)
 
 
-def _run_cells(launcher: Launcher, only: str | None, force: bool) -> tuple[Plan, list[Record]]:
+def _run_cells(
+    launcher: Launcher, only: str | None, force: bool, *, grow: bool
+) -> tuple[Plan, list[Record]]:
     """Plan and run the cells that match ``only``, with progress on the terminal; return the plan
-    and the records."""
+    and the records. ``grow``: with as many worker processes as the GPUs' memory holds."""
     planned = plan_recipe(launcher.recipe, device=launcher.device, gpu=launcher.gpu, only=only)
     out, cells = launcher.out, planned.select(only)
+    if grow and isinstance(launcher.executor, Workers) and planned.device == "cuda":
+        gib = max(memory_of(cell, planned) for cell in cells)
+        launcher.executor.grow(gib, at_most=len(cells))
     with launcher.display(len(cells)) as display:
         kept = "" if force else " (finished ones are kept)"
         count = f"{len(cells)} of {len(planned.cells)} cells chosen{kept}"
@@ -359,35 +365,43 @@ RATES = {
 
 
 def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
-    """Return about how many seconds ``cell`` takes, and GiB of memory (of the device on CUDA, else
-    of the process), by its shapes and ``RATES``: right within a factor of about three. None if the
-    amount of text is not known, as of data on the hub."""
+    """Return about how many seconds ``cell`` takes, and its ``memory_of``, by its shapes and
+    ``RATES``: right within a factor of about three. None if the amount of text is not known, as of
+    data on the hub."""
     tokens = _tokens(cell, plan)
     if tokens is None:
         return None
     rates, dtype = RATES[plan.device], cell.quantization.compute_dtype
     parameters = elements(cell.checkpoint.headers)
-    weights = parameters * BYTES[dtype] / GIB
     forward = 2 * parameters / (1 if plan.device == "cuda" else os.cpu_count() or 1)
     if plan.device == "cpu" and dtype != "float32":
         forward *= AMX_BF16 if "amx_bf16" in cpu_flags() else 1.0 if fast_bf16() else SLOW_BF16
-    seconds = rates["fixed"] + 3 * weights / DISK_RATE  # read for loading and for the audit
+    seconds = rates["fixed"] + 3 * parameters * BYTES[dtype] / GIB / DISK_RATE  # load and audit
     seconds += forward * tokens / rates[cell.scoring.mode]
-    memory = BASE_GIB[plan.device] + weights
     if cell.quantization.precision.quantized:
-        memory += weights  # the audit holds the original beside
         kind = "rounding" if cell.calibration is None else "calibrating"
         seconds += rates[kind] * parameters / 1e9
     if (text := cell.calibration) is not None:
+        seconds += forward * text.samples * text.length / rates["exact"]
+    return seconds, memory_of(cell, plan)
+
+
+def memory_of(cell: Cell, plan: Plan) -> float:
+    """Return about how many GiB of memory ``cell`` takes, of the device on CUDA, else of the
+    process."""
+    itemsize = BYTES[cell.quantization.compute_dtype]
+    weights = elements(cell.checkpoint.headers) * itemsize / GIB
+    # the audit holds the original beside
+    memory = BASE_GIB[plan.device] + weights * (1 + cell.quantization.precision.quantized)
+    if (text := cell.calibration) is not None:
         states, hidden = text.samples * text.length, hidden_size(cell.checkpoint.config)
         widest = max(h.shape[-1] for h in cell.checkpoint.headers.values() if len(h.shape) > 1)
-        token = BYTES[dtype] / GIB  # of one number per token
+        token = itemsize / GIB  # of one number per token
         memory += states * hidden * token
         paused = states * (4 * hidden + 2 * widest) * token  # as in quantizers/calibration.py
         if paused < memory_gib(plan.device) / 2:
             memory += HELD[plan.device] * paused
-        seconds += forward * states / rates["exact"]
-    return seconds, memory
+    return memory
 
 
 def _memory(cell: Cell, plan: Plan, gib: float) -> str:

@@ -32,6 +32,7 @@ from qbench.errors import first_line
 from qbench.machine import (
     VISIBLE,
     broken_device,
+    cells_per_gpu,
     interrupts_blocked,
     set_library_env,
 )
@@ -82,13 +83,17 @@ class Workers(Executor):
                 get_context("forkserver").set_forkserver_preload([PRELOAD])
                 forkserver.ensure_running()
         self._ended = threading.Event()
-        self._free: SimpleQueue[_Slot] = SimpleQueue()
         method = "forkserver" if self._forked else "spawn"
-        gpus = slots if device == "cuda" else [None] * len(slots)
-        self._slots = [_Slot(gpu, method, self._ended, share) for gpu in gpus]
-        for slot in self._slots:
-            self._free.put(slot)
+        self._new_slot = partial(_Slot, method=method, ended=self._ended, share=share)
+        self._free: SimpleQueue[_Slot] = SimpleQueue()
+        self._slots: list[_Slot] = []
         self._threads = Threads(len(slots), thread_name_prefix="slot")
+        self._add(slots if device == "cuda" else [None] * len(slots))
+
+    def _add(self, gpus: Sequence[int | None]) -> None:
+        for slot in map(self._new_slot, gpus):
+            self._slots.append(slot)
+            self._free.put(slot)
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         """Call ``fn`` in the next free process; return its future, which raises BrokenExecutor if
@@ -96,11 +101,22 @@ class Workers(Executor):
         return self._threads.submit(self._call, fn, args, kwargs)
 
     def preload(self) -> None:
-        """Start every process now and have it import what cells need, for about ten seconds, while
-        the run plans. Processes of the fork server need not."""
+        """Start every process now and have it import what cells need, while the run plans.
+        Processes of the fork server need not."""
         if not self._forked:
             for _ in self._slots:  # a call each: free slots come in turn
                 self.submit(preload)
+
+    def grow(self, gib: float, *, at_most: int) -> None:
+        """Start more processes, ``at_most`` in all, if the GPUs have memory for more calls at a
+        time that take ``gib`` each."""
+        gpus = sorted({slot.gpu for slot in self._slots})
+        per_gpu = cells_per_gpu(gib, len(gpus))
+        more = [gpu for _ in range(per_gpu) for gpu in gpus][len(self._slots) : at_most]
+        self._threads._max_workers += len(more)  # which each call reads anew
+        self._add(more)
+        for _ in more:
+            self.submit(preload)
 
     def _call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call ``fn`` in the process of a free slot; return its result."""
@@ -124,10 +140,10 @@ class _Slot:
     it starts."""
 
     def __init__(
-        self, gpu: int | None, method: str, ended: threading.Event,
+        self, gpu: int | None, *, method: str, ended: threading.Event,
         share: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
-        self._gpu, self._method, self._ended, self._share = gpu, method, ended, share
+        self.gpu, self._method, self._ended, self._share = gpu, method, ended, share
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
 
@@ -160,7 +176,7 @@ class _Slot:
             raise BrokenExecutor("the run was ended")
         pool = ProcessPoolExecutor(
             1, mp_context=get_context(self._method), initializer=begin,
-            initargs=(self._gpu,),
+            initargs=(self.gpu,),
         )  # fmt: skip
         # one at a time, to tell the processes of slots apart
         with _starting, interrupts_blocked(), self._share():

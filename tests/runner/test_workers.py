@@ -134,3 +134,13 @@ def test_processes_share_the_cores_draw_their_own_numbers_and_keep_their_errors(
     assert set(threads) == {"8"}
     assert "OMP_NUM_THREADS" not in os.environ
     assert len(set(numbers)) == 2
+
+
+def test_more_processes_share_a_gpu_whose_memory_holds_more_cells(monkeypatch):
+    monkeypatch.setattr("qbench.runner.workers.cells_per_gpu", lambda gib, gpus: 2 * gpus)
+    monkeypatch.setattr("qbench.runner.workers.PRELOAD", "qbench.progress")  # imports no torch
+    with Workers([0, 1], device="cuda") as executor:  # no GPU is asked for
+        executor.grow(8.0, at_most=3)
+        calls = [executor.submit(time.sleep, 600) for _ in range(3)]
+        wait_until(lambda: all(call.running() for call in calls))
+        executor.shutdown(cancel_futures=True)
