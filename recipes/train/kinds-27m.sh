@@ -45,9 +45,8 @@ qbench analyze recipes/kinds-27m.yaml --data "$data" --only '*.1/bf16' --sensiti
   --samples 16 --length 512
 qbench analyze recipes/kinds-27m.yaml --data "$data" --samples 60 --length 512
 run recipes/kinds-27m.yaml
-run recipes/kinds-27m.yaml --answers lambada_openai --limit 200 --out results/kinds-27m-answers \
-  --quantizers bf16,gptq-4bit,w4a4-nvfp4,kv3
-for results in kinds-27m kinds-27m-gate; do # one file each to commit, with the trainings' records
+run recipes/kinds-27m-answers.yaml
+for results in kinds-27m kinds-27m-gate kinds-27m-answers; do # one file each to commit, with the trainings' records
   qbench export "results/$results" --to archive
 done
 for run in training/kinds-27m/*-seed*; do
