@@ -56,6 +56,16 @@ BUDGETS = {
     "budget-340m": "The 340M shape, random weights",
     "budget-7b": "The 7B shape, random weights",
 }  # fmt: skip
+PRECISION_GROUPS = {  # of kinds of attention, in the order of their page
+    "4-bit weights: GPTQ, HQQ, rounding": ("gptq-4bit", "hqq-4bit", "rtn-4bit"),
+    "3-bit weights: the same": ("gptq-3bit", "hqq-3bit", "rtn-3bit"),
+    "NVFP4, weights and activations": ("w4a4-nvfp4",),
+    "MXFP4, weights and activations": ("w4a4-mxfp4",),
+    "GPTQ 4 bits, int4 activations": ("w4a4",),
+    "int8 activations, one scale": ("a8-tensor",),
+    "KV cache, 4 bits": ("kv4",),
+    "FP8": ("w8a8-fp8",),
+}
 REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 KEYS = ["task", "metric", "quantizer", "checkpoint"]
 SCORED = (("wikitext", "word_perplexity"), ("lambada_openai", "acc"))
@@ -329,17 +339,24 @@ def gate_share(kind, part) -> str:
     return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
 
 
-def layer_share(kind, part) -> str:
-    """Return "12 %": the share that the layers named ``part`` have in the sum of the KL of all
-    linear layers quantized one at a time; "all": that sum over the KL of all at once, "0.95"."""
-    rows = pair("kinds")
-    rows = rows[(rows.task == "sensitivity") & (rows.checkpoint == f"{kind}.1")]
-    sums = dict(zip(rows.metric, rows.value, strict=True))
-    if part not in sums:
-        return "–"
-    together = sums.pop("all")
-    total = sum(sums.values())
-    return f"{total / together:.2f}" if part == "all" else f"{100 * sums[part] / total:.0f} %"
+def layer_shares(kind, part) -> list[float]:
+    """Return, by measured seed of the kinds that the pattern ``kind`` matches, how many per cent of
+    the summed KL of all linear layers, quantized one at a time, the layers named ``part`` have; of
+    "all" that sum over the KL of all at once. Empty if there are no such layers."""
+    rows = pair("kinds").query("task == 'sensitivity'")
+    rows = rows[rows.checkpoint.str.fullmatch(rf"{kind}\.\d")]
+    table = rows.pivot(index="checkpoint", columns="metric", values="value")
+    if part not in table:
+        return []
+    together = table.pop("all")
+    total = table.sum(axis=1)
+    shares = total / together if part == "all" else 100 * table[part] / total
+    return shares.dropna().tolist()
+
+
+def seeds_text(numbers, decimals=0) -> str:
+    """Return "11, 12, 10": a number per seed; a dash if there is none."""
+    return ", ".join(f"{number:.{decimals}f}" for number in numbers) or "–"
 
 
 def training_seconds() -> str:
@@ -360,7 +377,8 @@ def has(name, quantizer) -> bool:
 def verdict(name, one, quantizers, tasks=("all",)) -> str:
     """Return how the KL of ``one`` compares with softmax's under ``quantizers``, as "**less**, ×
     0.71": in words if every seed agrees under each and on the texts of each of ``tasks``, bold if
-    that is of several seeds and of all ``quantizers``, and the geometric mean of the ratios."""
+    that is of several seeds and of all ``quantizers``, else "open" with the number of ratios below
+    1, and the geometric mean of the ratios."""
     cells = product(quantizers, tasks)
     gaps = pd.concat([kl_gaps(name, "", one, quantizer=each, task=task) for each, task in cells])
     bold = "**" if gaps.shape[1] > 1 and not gaps.isna().any(axis=None) else ""
@@ -369,7 +387,7 @@ def verdict(name, one, quantizers, tasks=("all",)) -> str:
         return "not run"
     less, count = int((ratios < 0).sum()), len(ratios)
     words = {count: f"{bold}less{bold}", 0: f"{bold}more{bold}"}.get(
-        less, f"less in {less} of {count}"
+        less, f"open ({less} of {count} less)"
     )
     return f"{words}, × {rounded(math.exp(ratios.mean()), 2)}"
 
@@ -547,7 +565,7 @@ FUNCTIONS = (
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
     answers, table_of, replicated, has, verdict, of_kind, by_seed, over_seeds, seed_count,
-    gate_share, repeated, layer_share, training_seconds,
+    gate_share, repeated, layer_shares, seeds_text, training_seconds,
 )  # fmt: skip
 
 
@@ -557,7 +575,7 @@ def pages() -> dict[Path, str]:
     options = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     made = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
     made.globals |= {function.__name__: function for function in FUNCTIONS}
-    made.globals["REAL_SINKS"] = REAL_SINKS
+    made.globals |= {"REAL_SINKS": REAL_SINKS, "PRECISION_GROUPS": PRECISION_GROUPS}
     return {ROOT / name: made.get_template(name).render() for name in loader.list_templates()}
 
 

@@ -6,7 +6,18 @@ results/kinds-27m/kinds.svg. `make pages` runs it."""
 import math
 from itertools import zip_longest
 
-from generate import KINDS, ROOT, by_method, find, kl_gaps, pair, precisions, replicated, value
+from generate import (
+    KINDS,
+    PRECISION_GROUPS,
+    ROOT,
+    by_method,
+    find,
+    kl_gaps,
+    pair,
+    precisions,
+    replicated,
+    value,
+)
 from matplotlib import pyplot
 
 SIZES = {"27 M": "sinks", "126 M": "126M"}
@@ -134,6 +145,7 @@ def draw_kinds(kinds: list[str], columns: list[str]) -> pyplot.Figure:
 
 if __name__ == "__main__":
     kinds, columns = replicated("kinds")
+    columns = [one for names in PRECISION_GROUPS.values() for one in names if one in columns]
     path = ROOT / "results" / "kinds-27m" / "kinds.svg"
     draw_kinds(kinds, columns).savefig(path, metadata={"Date": None})
     draw_methods().savefig(ROOT / "results" / "methods" / "quality.svg", metadata={"Date": None})
