@@ -177,17 +177,18 @@ def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, 
     sizes: Counter[str] = Counter()  # weights of each matrix, of all experts together
     for full, header in model_headers(original).items():
         name = full.removesuffix(".weight")
-        if len(header.shape) > 1 and "bias" not in full and not ENDS.search(full):
+        long = sum(size > 1 for size in header.shape)
+        if long > 1 and "bias" not in full and not ENDS.search(full):
             sizes["experts" if EXPERTS.search(full) else name] += math.prod(header.shape)
     bits: Counter[str] = Counter()
     rounded: set[str] = set()
     for full, header in copy.headers.items():
-        owner = next((name for name in parents(full) if name in sizes), None)
+        owner = next((name for name in (full, *parents(full)) if name in sizes), None)
         if owner is None:
             owner = "experts" if EXPERTS.search(full) else full.partition(".")[0]
         bias = full.endswith("bias")
         bits["biases" if bias else owner] += math.prod(header.shape) * number_bits(header.dtype)
-        if not bias and not (full.endswith("weight") and header.dtype in FLOATS):
+        if not bias and not (full.endswith(("weight", owner)) and header.dtype in FLOATS):
             rounded.add(owner)
     layers = bits.keys() & sizes.keys()
     if layers and not rounded & layers:

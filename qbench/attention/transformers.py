@@ -38,6 +38,7 @@ from qbench.errors import UnavailableError
 # What transformers hands to attention functions that changes the weights: refused, unless it is
 # a parameter of the normalizer.
 CHANGING = ("position_bias", "s_aux", "cache")
+KEEP_OWN = "; set evaluation.attention: native to keep the model's own"
 
 
 def attention_name(normalizer: str, implementation: str, device: str | torch.device) -> str:
@@ -63,7 +64,7 @@ def set_attention(model: PreTrainedModel, *, normalizer: str, implementation: st
     if model.config._attn_implementation != name:
         raise UnavailableError(
             f"{type(model).__name__} does not use transformers' AttentionInterface, so qbench "
-            "cannot set its attention; set evaluation.attention: native to keep the model's own"
+            f"cannot set its attention{KEEP_OWN}"
         )
     model.config.qbench_normalizer = normalizer
     return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
@@ -174,6 +175,7 @@ def parameters_of(
         if name not in keywords and options.get(name) is not None:
             raise UnavailableError(
                 f"{chosen.name} attention has no place for {name}, which this model passes to it"
+                + KEEP_OWN
             )
     return values
 

@@ -23,7 +23,7 @@ from transformers import (
 import qbench.checkpoints.gated  # noqa: F401, makes its class known to transformers
 from qbench.attention import NATIVE
 from qbench.attention.observed import attention_observed
-from qbench.attention.transformers import set_attention
+from qbench.attention.transformers import KEEP_OWN, set_attention
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import (
     CLASS_NORMALIZERS,
@@ -114,10 +114,9 @@ def measured_attention(
                 require_ours(model, logits)
             return ChosenAttention(normalizer=normalizer, implementation=attention)
         except UnavailableError as error:
+            reason = str(error).removesuffix(KEEP_OWN)
             if not fallback or normalizer not in CLASS_NORMALIZERS:
-                remedy = "set evaluation.attention: native to keep the model's own"
-                raise UnavailableError(f"{error}; {remedy}") from error
-            reason = str(error)
+                raise UnavailableError(f"{reason}{KEEP_OWN}") from error
     for implementation in ("sdpa", "eager"):
         try:
             set_ours_or_native(model, NATIVE, implementation)

@@ -19,7 +19,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +93,7 @@ class Results:
     def __init__(self, store: Store, *, texts: Texts | None = None) -> None:
         self.store = store
         self.texts = texts
-        self._lock, self._thread = threading.Lock(), ThreadPoolExecutor(1)
+        self._lock, self._turn = threading.Lock(), threading.Lock()
         self._version: int | None = None
         self._tested: Future[Comparison] = Future()
 
@@ -130,13 +130,25 @@ class Results:
                 continue
 
     def _begin(self) -> Future[Comparison]:
-        """Start to compare the newest version in the thread; return the comparison's future."""
+        """Start to compare the newest version in a thread; return the comparison's future."""
         with self._lock:
             version = self.version
             if version != self._version:
                 self._tested.cancel()  # if it has not begun
-                self._version, self._tested = version, self._thread.submit(compare, self.store)
+                self._version, self._tested = version, Future()
+                # no pool, whose threads a process that ends would wait for
+                threading.Thread(target=self._compare, args=(self._tested,), daemon=True).start()
             return self._tested
+
+    def _compare(self, tested: Future[Comparison]) -> None:
+        """Compare the folder, when earlier comparisons have ended, unless ``tested`` is
+        cancelled."""
+        with self._turn:
+            if tested.set_running_or_notify_cancel():
+                try:
+                    tested.set_result(compare(self.store))
+                except BaseException as error:
+                    tested.set_exception(error)
 
     def payload(self, name: str, *, wait: bool = False) -> Json:
         """Return the payload ``name``, such as overview or cell/3. ``wait``: until intervals and

@@ -17,6 +17,7 @@ from small_recipe import qbench
 from qbench.comparison.compare import compare
 from qbench.errors import ResultsError
 from qbench.store import Store
+from qbench.viewer import data
 from qbench.viewer import server as server_module
 from qbench.viewer.data import Results, WholeStore
 from qbench.viewer.server import write_site
@@ -170,6 +171,16 @@ def test_what_changes_in_a_folder_changes_its_state(serve, tmp_path):
         time.sleep(0.1)
     shown = running.payload("0/overview")
     assert {one["status"] for one in shown["cells"]} == {"ok"}
+
+
+def test_a_comparison_keeps_no_process_that_ends(folder, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(data, "compare", lambda _: begun.set() or ended.wait(60))
+    before = {*threading.enumerate()}
+    assert not Results(Store(folder)).ready
+    assert begun.wait(60)
+    assert all(thread.daemon for thread in {*threading.enumerate()} - before)
+    ended.set()
 
 
 def test_two_folders_and_a_site_of_them(folder, tmp_path):
