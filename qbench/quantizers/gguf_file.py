@@ -173,7 +173,8 @@ def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np
 def write_llama(model: Path, path: Path, kind: str, quantize_chunk: Any) -> None:
     """Write the Llama model in the folder ``model`` as a GGUF file without a vocabulary, which is
     scored by token ids. llama.cpp's function ``quantize_chunk`` rounds its layers to the type
-    ``kind``; embeddings and LM head are bfloat16 if that holds them exactly, else float32."""
+    ``kind``, unless it is None; other matrices are bfloat16 if that holds them exactly, else
+    float32."""
     from transformers import AutoModelForCausalLM
 
     gguf = library()
@@ -192,14 +193,13 @@ def write_llama(model: Path, path: Path, kind: str, quantize_chunk: Any) -> None
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     number = gguf.GGMLQuantizationType[kind.upper()]
     block, size = gguf.GGML_QUANT_SIZES[number]
-    quantize_chunk.restype = ctypes.c_size_t
     for name, parameter in llama.named_parameters():
         values, raw = parameter.detach().numpy(), None
         for part, count in (("q_proj", heads), ("k_proj", config.num_key_value_heads)):
             if f".{part}." in name:  # llama.cpp rotates neighbours
                 rows = values.reshape(count, 2, -1, *values.shape[1:]).swapaxes(1, 2)
                 values = np.ascontiguousarray(rows.reshape(values.shape))
-        if ".layers." in name and values.ndim == 2:
+        if quantize_chunk and ".layers." in name and values.ndim == 2:
             rows, columns, raw = *values.shape, number
             codes = np.empty((rows, columns // block * size), np.uint8)
             pointers = (ctypes.c_void_p(array.ctypes.data) for array in (values, codes))

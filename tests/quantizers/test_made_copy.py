@@ -4,6 +4,8 @@ import importlib.util
 import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +24,9 @@ from qbench.errors import QuantizationError, RecipeError, UnavailableError
 from qbench.export_model import export_model
 from qbench.files import cache_folder
 from qbench.plan import plan
+from qbench.quantizers import gguf_file
 from qbench.quantizers.calibration import Calibration, read_calibration
+from qbench.quantizers.methods import by_llama_quantize, by_llamacpp
 from qbench.quantizers.registry import settings_of
 from qbench.quantizers.texts import CalibrationText
 from qbench.recipe import Recipe
@@ -43,6 +47,7 @@ def recipe_of(folder, *quantizers, checkpoint="softmax"):
         ("exl3-4bit", "softmax", "exl3-4bit: gptqmodel needs a GPU here; run it on one"),
         ("gguf-q8_0", "softpick", "xllamacpp computes softmax, but .* was trained with softpick"),
         ("gguf-q4_k", "softmax", "gguf-q4_k: groups of 256 do not divide the inputs of .*; take"),
+        ("gguf-q4_k_m", "softmax", "gguf-q4_k_m: no program llama-quantize; .*or take gguf-q4_k,"),
         ("awq-4bit:ignore=[o_proj]", "softmax", "unknown option 'ignore'"),
         ("command:command=cp", "softmax", r"command: must contain .*\{model\}"),
         ("command:command=gone {model} {out}", "softmax", "command: no program gone"),
@@ -63,9 +68,16 @@ def test_what_no_library_can_make_is_refused_when_planned(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "auto_round" else spec(name)
     )
+    monkeypatch.setenv("PATH", str(tmp_path))
     recipe = recipe_of(tmp_path, quantizer, checkpoint=checkpoint)
     with pytest.raises(RecipeError, match=words):
         plan(Recipe.load(recipe), device="cpu")
+
+
+def test_a_maker_is_a_file_of_at_most_60_lines():
+    files = list(Path(by_llamacpp.__file__).parent.glob("by_*.py"))
+    assert len(files) >= 7
+    assert max(len(file.read_text().splitlines()) for file in files) <= 60
 
 
 def test_exl3_refuses_a_layer_of_no_whole_blocks():
@@ -117,6 +129,38 @@ def test_a_command_writes_a_copy(tmp_path, monkeypatch):
     with pytest.raises(UnavailableError, match=words):
         export_model(Store(out), record, tmp_path / "model", cache_folder(), "gptq")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q5_0", "q4_0"])
+def test_gguf_layers_are_rounded_as_the_gguf_package_rounds_them(kind, tmp_path):
+    pytest.importorskip("xllamacpp")
+    gguf = gguf_file.library()
+    whole = save_as_transformers(DEMO / "softmax", tmp_path / "whole")
+    by_llamacpp.make(whole, tmp_path, None, settings_of(f"gguf-{kind}"))
+    gguf_file.write_llama(whole, tmp_path / "whole.gguf", "f32", None)
+    files = [gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors for name in ("model", "whole")]
+    for made, unquantized in zip(*files, strict=True):
+        values = gguf.dequantize(unquantized.data, unquantized.tensor_type)
+        expected = values
+        if made.name.startswith("blk.") and len(made.shape) == 2:
+            assert made.tensor_type.name == kind.upper()
+            expected = gguf.dequantize(gguf.quantize(values, made.tensor_type), made.tensor_type)
+        assert (gguf.dequantize(made.data, made.tensor_type) == expected).all()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_mix_is_what_llama_quantize_writes(code, tmp_path, monkeypatch):
+    program = tmp_path / by_llama_quantize.PROGRAM
+    program.write_text(f'#!/bin/sh\n/bin/cp "$1" "$2"; echo "$3" >"$0.types"; exit {code}\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    whole = save_as_transformers(DEMO / "softmax", tmp_path / "whole")
+    (out := tmp_path / "out").mkdir()
+    with pytest.raises(SystemExit, match="ended with exit code 3") if code else nullcontext():
+        by_llama_quantize.make(whole, out, None, settings_of("gguf-q4_k_m"))
+        assert [file.name for file in out.iterdir()] == ["model.gguf"]
+        assert gguf_file.describe(str(out / "model.gguf"))["sizes"]["num_hidden_layers"] == 4
+    assert (tmp_path / "llama-quantize.types").read_text() == "Q4_K_M\n"
 
 
 def tensors(file):

@@ -38,8 +38,7 @@ class ByGptqmodel(LibraryMade, GroupedIntegers):
 
 
 def make(model: Path, out: Path, texts: Texts, settings: ByGptqmodel | GptqByGptqmodel) -> None:
-    """Write a copy of ``model`` by GPTQModel to the folder ``out``. See the module
-    ``library_made``."""
+    """Write a copy of ``model`` by GPTQModel to the folder ``out``: see ``library_made``."""
     options: dict[str, Any] = OPTIONS.get(settings.method, {"method": settings.method})
     if isinstance(settings, GptqByGptqmodel):
         order = {"act_group_aware": settings.order == "group-aware", "desc_act": settings.desc_act}

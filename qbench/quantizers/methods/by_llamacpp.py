@@ -1,5 +1,4 @@
-"""GGUF files whose layers llama.cpp's ``ggml_quantize_chunk`` rounds, all to one type. Mixes such
-as Q4_K_M are choices of its program llama-quantize: run it by the method ``command``."""
+"""GGUF files by llama.cpp's function ``ggml_quantize_chunk``: all layers of one type."""
 
 from __future__ import annotations
 
@@ -57,4 +56,5 @@ def make(model: Path, out: Path, texts: Texts, settings: Gguf) -> None:
 
     (path,) = Path(importlib.util.find_spec("xllamacpp").origin).parent.glob("xllamacpp*.so")
     chunk = ctypes.CDLL(str(path)).ggml_quantize_chunk
+    chunk.restype = ctypes.c_size_t
     write_llama(model, out / "model.gguf", settings.type, chunk)
