@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,7 @@ from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, ScoringReport, TaskDamage, TaskRecord, Unavailable
 from qbench.store import Store, Table, TaskStore, baseline_files, task_key, verify_baseline
-from qbench.streaming import free_gpu_bytes, is_sharded, shard, stream, stream_of
+from qbench.streaming import free_gpu_bytes, half_is_free, is_sharded, shard, stream, stream_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -256,11 +257,23 @@ def quantized(
     """Return ``model`` quantized by the cell's settings, after an audit, whose result goes into
     ``result``. Without an original, and for a model of lm-eval, nothing is audited. Raises
     AuditError if the audit fails."""
+    original = _copy_of_original(result.cell, model)
     with result.stage("quantize") as detail:
         model, how = quantized_model(result.cell, model, tokenizer, cache, result.advance)
         detail.append(how)
-    _audit(result, model)
+    _audit(result, model, original)
     return model
+
+
+def _copy_of_original(cell: Cell, model: Any) -> PreTrainedModel | None:
+    """Return a copy of the unquantized ``model``, which quantizing will change, for the audit. None
+    if the audit is to read the files: nothing is quantized here, or half of the memory of the one
+    GPU that holds all of the model is not free."""
+    made_here = cell.copy is None and cell.quantization.parts and not cell.without_baseline
+    if not made_here or cell.quantization.runtime != "transformers" or stream_of(model) is not None:
+        return None
+    on_one_gpu = model.device.type == "cuda" and not is_sharded(model)
+    return deepcopy(model) if on_one_gpu and half_is_free(model.device) else None
 
 
 def quantized_model(
@@ -301,9 +314,10 @@ def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibratio
     return calibration
 
 
-def _audit(result: CellResult, model: PreTrainedModel) -> None:
-    """Audit the quantized ``model`` against the original, which is loaded again, and put the audit
-    into ``result``. Raises AuditError if it fails. Nothing is audited without an original."""
+def _audit(result: CellResult, model: PreTrainedModel, original: PreTrainedModel | None) -> None:
+    """Audit the quantized ``model`` against the ``original``, which is loaded again if it is None,
+    and put the audit into ``result``. Raises AuditError if it fails. Nothing is audited without an
+    original."""
     cell, plan = result.cell, result.plan
     if cell.without_baseline or cell.quantization.runtime == "lm-eval":
         return  # there is nothing to compare it with: the record is not audited
@@ -311,7 +325,7 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
         wrong: list[str] = []
         if cell.copy is None and not cell.quantization.parts:
             original, wrong = model, unlike_files(model, cell.checkpoint)
-        else:  # read again: quantizing has changed the first
+        elif original is None:  # read again: quantizing has changed the first
             original = load_original(cell, plan, verify=cell.copy is not None)
         probe = probe_of(original.config.vocab_size).to(plan.device)
         if cell.quantization.runtime == "llama.cpp":

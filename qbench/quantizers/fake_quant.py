@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 CODES = {"int": torch.int8, "float": torch.float8_e4m3fn}  # dtypes of codes of 8 bits
+ROUNDED = "qbench_rounded"  # attribute of a tensor: its version, a format, and itself rounded to it
 
 
 def kernels() -> ModuleType:
@@ -214,7 +215,15 @@ class FakeQuant:
         def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
             if self.paused:
                 return None
-            return fake_quantize(arguments[0], self.form, self.scales[name]), *arguments[1:]
+            x, scale = arguments[0], self.scales[name]
+            if scale is not None or x.is_inference():  # which counts no versions
+                return fake_quantize(x, self.form, scale), *arguments[1:]
+            # queries, keys and values have one input, gate and up another
+            kept = getattr(x, ROUNDED, None)
+            if kept is None or kept[:2] != (x._version, self.form):
+                kept = x._version, self.form, fake_quantize(x, self.form, None)
+                setattr(x, ROUNDED, kept)
+            return kept[2], *arguments[1:]
 
         return quantize_input
 

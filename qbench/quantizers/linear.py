@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from qbench.errors import QuantizationError
 from qbench.machine import memory_gib
 from qbench.quantizers.config import PackedWeight, WeightSettings, backend, matching
-from qbench.streaming import free_gpu_bytes, load_block, stream_of
+from qbench.streaming import half_is_free, load_block, stream_of
 
 Tensors = dict[str, Tensor]
 KEPT_WEIGHT = "qbench_weight"  # attribute of a layer: its weight, and what it was made of
@@ -174,10 +174,8 @@ def kept_weight(
         if weight.device.type != "cuda":
             room = memory_gib("cpu") > FREE_GIB
         else:  # while a graph is captured, the weight lies in the graph's memory
-            device = weight.device
-            room = not torch.cuda.is_current_stream_capturing() and (
-                free_gpu_bytes(device) > torch.cuda.mem_get_info(device)[1] / 2
-            )
+            capturing = torch.cuda.is_current_stream_capturing()
+            room = not capturing and half_is_free(weight.device)
         setattr(module, KEPT_WEIGHT, (weight, now) if room else (None, ()))
     return weight
 

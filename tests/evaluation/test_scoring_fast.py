@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from scoring_models import KINDS, ask, choices, llama, pages, scorer
 
 from qbench.attention.transformers import set_attention
 from qbench.errors import EvaluationError, UnavailableError
+from qbench.evaluation.scoring import scorer as module
 from qbench.evaluation.scoring.batching import Packing, Request
 from qbench.evaluation.scoring.scorer import compare
 from qbench.evaluation.settings import Tolerance, sample_violation
@@ -43,6 +45,20 @@ def test_fast_equals_exact_in_float32(kind):
     exact, fast = scorers(softpick())
     expected = exact.loglikelihood(KINDS[kind], disable_tqdm=True)
     assert_close(fast.loglikelihood(KINDS[kind], disable_tqdm=True), expected)
+
+
+def test_the_sample_is_queued_before_the_device_is_waited_for(monkeypatch):
+    _, fast = scorers(llama(), sample=4, tolerance=LOOSE)
+    order, queue, wait = [], fast._queue, module.in_order
+
+    def queued(backend, *rest):
+        order.append("exact" if backend.exact else "fast")
+        return queue(backend, *rest)
+
+    monkeypatch.setattr(fast, "_queue", queued)
+    monkeypatch.setattr(module, "in_order", lambda *a, **k: order.append("wait") or wait(*a, **k))
+    fast.loglikelihood(choices(17), disable_tqdm=True)
+    assert order == ["fast", "exact", "wait", "wait"]
 
 
 @pytest.mark.parametrize(("batch_tokens", "bos"), [(1, False), (100_000, True)])
@@ -92,16 +108,16 @@ def test_the_difference_from_exact_is_measured_and_reported():
 def test_a_bias_that_could_move_a_headline_fails(requests, amplifies, shift, fails):
     """Of whole texts too, of which two windows are looked at first."""
     _, fast = scorers(llama(), sample=8, amplifies_rounding=amplifies, max_length=64)
-    right = fast._score
+    right = fast._queue
 
-    def biased(backend, asked, *rest):
-        scores = right(backend, asked, *rest)
-        if backend is not fast.fast:
-            return scores
-        return [(value + shift * one.scored, greedy)
-                for (value, greedy), one in zip(scores, asked, strict=True)]  # fmt: skip
+    def biased(backend, *rest):
+        off = shift if backend is fast.fast else 0
+        return [
+            (batch, replace(scores, log_probability=scores.log_probability + off))
+            for batch, scores in right(backend, *rest)
+        ]
 
-    fast._score = biased
+    fast._queue = biased
     said = pytest.raises(EvaluationError, match=r"its bias on the sample is \+0\.(8|045)")
     with said if fails else nullcontext():
         ask(fast, requests)

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qbench.quantizers import packed
+from qbench.quantizers import fake_quant, packed
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence
 from qbench.quantizers.fake_quant import (
+    FakeQuant,
     KVFakeQuant,
     encode,
     fake_quantize,
@@ -34,6 +35,25 @@ KV_FORMATS = {
     "int4": QuantFormat(num_bits=4, scale_dtype="float16"),
     "fp8": QuantFormat(**FP8, scale_dtype="float16"),
 }
+
+
+def test_layers_with_one_input_round_it_once_unless_it_is_written_to(monkeypatch):
+    rounded = []
+    monkeypatch.setattr(
+        fake_quant, "fake_quantize", lambda *a: rounded.append(fake_quantize(*a)) or rounded[-1]
+    )
+    form = replace(FORMATS["int8"], strategy="tensor")
+    first, second = (FakeQuant(form, {"q": None, "k": None}).hook(name) for name in "qk")
+    x = torch.randn(4, 16)
+    (a,), (b,) = first(None, (x,)), second(None, (x,))
+    assert a is b
+    x.mul_(2)
+    (c,) = second(None, (x,))
+    assert len(rounded) == 2
+    assert torch.equal(c, fake_quantize(x, form))
+    fixed = scale_of_tensor(torch.tensor(-1.0), torch.tensor(1.0), form)
+    (d,) = FakeQuant(form, {"q": fixed}).hook("q")(None, (x,))
+    assert torch.equal(d, fake_quantize(x, form, fixed))
 
 
 def in_groups(form, size):

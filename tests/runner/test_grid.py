@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,33 @@ def test_cells_in_a_thread_have_the_scores_and_the_damage_of_cells_here(tmp_path
     assert shown.getvalue().count(": done (") == 4
     assert "softpick/rtn-4bit: evaluate demo_lastword" in shown.getvalue()
     assert all(record.damage.tasks for record in records if record.quantized)
+
+
+def test_an_audit_is_the_same_against_a_copy_of_the_original(tmp_path, monkeypatch):
+    from qbench import cell
+
+    def audits(name):
+        (folder := tmp_path / name).mkdir()
+        quantizers = ["fp32", "gptq-4bit", "rtn-4bit+int8-token+rotation"]
+        made = planned(
+            folder,
+            quantizers=quantizers,
+            calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 128},
+        )
+        records = run_cells(made, out=folder / "out", cache=folder / "cache")
+        assert all(record.audit.passed for record in records)
+        return {record.cell: record.audit for record in records if record.quantized}
+
+    read_again, load, loaded = audits("read"), cell.load_original, []
+
+    def load_original(*arguments, **settings):
+        loaded.append(settings)
+        return load(*arguments, **settings)
+
+    monkeypatch.setattr(cell, "load_original", load_original)
+    monkeypatch.setattr(cell, "_copy_of_original", lambda of, model: deepcopy(model))
+    assert audits("copied") == read_again
+    assert loaded == [{}] * (len(read_again) * 3 // 2)  # by the cells, with unquantized ones
 
 
 def test_a_line_is_shown_as_it_is():

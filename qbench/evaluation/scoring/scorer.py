@@ -2,7 +2,7 @@
 top to bottom.
 
 1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
-2. ``_score`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
+2. ``_queue`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, or those that go through a streamed model together
    (``qbench.streaming``), and splits what does not fit the device. Of its hidden states
    (``forward``), those that are scored become log-probabilities (``logits``);
@@ -19,7 +19,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -339,13 +339,20 @@ class Scorer(LM):
         for request in requests:
             lengths[request.owner] += request.scored
 
-        def observed(backend: Backend) -> list[LogLikelihood]:
+        def observed(backend: Backend) -> Callable[[], list[LogLikelihood]]:
+            """Queue all requests on the device; return a function that waits for their scores."""
             observer = self._observer
-            if observer is None:
-                return self._score(backend, requests, windows, self._counts)
-            observer.begin(instances, lengths.tolist(), self.head)
-            scores = self._score(backend, requests, windows, self._counts, observer)
-            observer.end()
+            if observer is not None:
+                observer.begin(instances, lengths.tolist(), self.head)
+            results = self._queue(backend, requests, windows, self._counts, observer)
+
+            @cache
+            def scores() -> list[LogLikelihood]:
+                in_input_order = in_order(results, len(requests), exact=backend.exact)
+                if observer is not None:
+                    observer.end()
+                return in_input_order
+
             return scores
 
         if self.fast is not None:
@@ -357,11 +364,11 @@ class Scorer(LM):
             ]
             reason = self._compare(task, requests, documents, windows, scores)
             if reason is None:
-                return scores
+                return scores()
             if not self.settings.fallback:
                 raise EvaluationError(reason)
             self._counts.exact_tasks[task] = reason
-        return observed(self.exact)
+        return observed(self.exact)()
 
     def _compare(
         self,
@@ -369,11 +376,12 @@ class Scorer(LM):
         requests: Sequence[Request],
         documents: Sequence[Hashable],
         windows: bool,
-        fast: Sequence[LogLikelihood],
+        fast: Callable[[], Sequence[LogLikelihood]],
     ) -> str | None:
-        """Return why the ``fast`` scores are too far from exact ones; None if they are not.
-        ``documents``: the document of each request. A sample of documents is scored exactly (of few
-        windows one), and doubled while it does not tell whether the bias is within its bound."""
+        """Return why the scores that ``fast`` waits for are too far from exact ones; None if they
+        are not. ``documents``: the document of each request. A sample of documents is scored
+        exactly (of few windows one), queued before that wait, and doubled while it does not tell
+        whether the bias is within its bound."""
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one
         order = random.Random(self.settings.seed).sample(distinct, len(distinct))
@@ -385,13 +393,14 @@ class Scorer(LM):
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
             added = [requests[i] for i in new]
-            scores = self._score(self._reference, added, windows, Counts())
-            exact |= dict(zip(new, scores, strict=True))
+            results = self._queue(self._reference, added, windows, Counts())
+            scores = fast()
+            exact |= dict(zip(new, in_order(results, len(new), exact=True), strict=True))
             difference = compare(
                 task,
                 documents=[documents[i] for i in indexes],
                 tokens=[requests[i].scored for i in indexes],
-                fast=[fast[i] for i in indexes],
+                fast=[scores[i] for i in indexes],
                 exact=[exact[i] for i in indexes],
                 by_bias=self.settings.amplifies_rounding,
                 population=len(order),
@@ -405,17 +414,15 @@ class Scorer(LM):
         self._counts.differences.append(difference)
         return None
 
-    def _score(
+    def _queue(
         self,
         backend: Backend,
         requests: Sequence[Request],
         windows: bool,
         counts: Counts,
         observer: Observer | None = None,
-    ) -> list[LogLikelihood]:
-        """Return the log-likelihood of each of ``requests``, in order."""
-        if not requests:
-            return []
+    ) -> list[tuple[Batch, RowScores]]:
+        """Return batches of ``requests`` and their scores, which a GPU may still be computing."""
         plans = backend.batching.plan(requests, windows=windows)
         results: list[tuple[Batch, RowScores]] = []
         done = 0
@@ -429,7 +436,7 @@ class Scorer(LM):
             results += self._run(backend, part, requests, counts, observer, tell)
             tell(1.0)
             done += count
-        return in_order(results, len(requests), exact=backend.exact)
+        return results
 
     def _run(
         self,
