@@ -44,8 +44,8 @@ from qbench.store import Store
 OPTIONS = (
     "--checkpoint", f"m={DEMO / 'softpick'}", "--data", DEMO / "data", "--definitions",
     DEMO / "tasks", "--calibration", DEMO / "calibration.jsonl", "--calibration-samples", 12,
-    "--calibration-length", 64, "--tasks", "demo_choice,demo_pages", "--limit", 3, "--dtype",
-    "float32", "--device", "cpu", "--texts", 4,
+    "--calibration-length", 64, "--tasks", "demo_choice", "--limit", 3, "--dtype", "float32",
+    "--device", "cpu", "--texts", 4,
 )  # fmt: skip
 
 
@@ -212,8 +212,8 @@ def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monkeypatch, capfd):
-    command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn", "--bits", 3.5,
-               "--peers", "rtn-4bit", "--length", 32, "--out", tmp_path)  # fmt: skip
+    command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn-2bit,rtn-4bit", "--bits", 3.5,
+               "--peers", "rtn-3bit", "--length", 32, "--out", tmp_path)  # fmt: skip
     calls, losses = [], Baseline.losses
 
     def stops(self, *variants, **options):
@@ -231,7 +231,7 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     single = [names for names in calls if len(names) == 1]
     results = json.loads((tmp_path / "budget.json").read_text())
     choices = len(results["costs"]) + 1  # the floor
-    assert choices > 6  # smaller groups too
+    assert choices > 4  # smaller groups too
     assert 28 * choices <= len(single) <= 28 * choices + 7  # of the block in which it stopped
     (mix,) = results["mixes"]
     assert mix["bits"] <= 3.5
@@ -243,9 +243,9 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     assert certificate["other"] == mix["best_uniform"]
     assert certificate["mix_bits"] == pytest.approx(mix["bits"], abs=1e-4)
     recipe = Recipe.load(tmp_path / "recipe.yaml")
-    assert [(each["mix"], each["other"]) for each in results["peers"]] == [("mix-3.5", "rtn-4bit")]
+    assert [(each["mix"], each["other"]) for each in results["peers"]] == [("mix-3.5", "rtn-3bit")]
     labels = [entry.label for entry in recipe.quantizers]
-    assert labels == ["fp32", "mix-3.5", mix["best_uniform"], "rtn-4bit"]
+    assert labels == ["fp32", "mix-3.5", mix["best_uniform"], "rtn-3bit"]
     assert recipe.calibration.samples == 8
     record = next(each for each in Store(tmp_path).records() if each.quantizer == "mix-3.5")
     (detail,) = (stage.detail for stage in record.stages if stage.name == "quantize")
@@ -258,9 +258,6 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     assert "above the floor of rounding, sum to a KL of" in printed, printed
     assert (tmp_path / "budget.svg").read_text().startswith("<?xml")
     assert len([*(cache_folder() / "budget").glob("*.json")]) > 5
-    before = len(calls)
-    assert qbench(*command) == 0
-    assert len(calls) == before
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -291,7 +288,7 @@ def test_gptq_costs_are_those_of_layers_that_are_calibrated_alone(tmp_path, monk
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_peer_may_be_the_best_uniform_column(tmp_path):
-    options = ("--methods", "bnb-4bit,rtn-2bit", "--bits", 5, "--peers", "bnb-4bit", "--length", 16)
+    options = ("--methods", "bnb-4bit", "--bits", 5, "--peers", "bnb-4bit", "--length", 16)
     assert qbench("budget", *OPTIONS, *options, "--out", tmp_path) == 0
     results = json.loads((tmp_path / "budget.json").read_text())
     assert results["certificates"][0]["other"] == "bnb-4bit"
@@ -299,26 +296,29 @@ def test_a_peer_may_be_the_best_uniform_column(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def copies(tmp_path_factory):
-    """Return quantized copies of the bundled softmax model by label: of 8 bits, and of 4."""
-    folder = tmp_path_factory.mktemp("copies")
-    whole = original(folder / "whole")
-    return {name: copy_of(whole, name, folder / name) for name in ("fp8", "gptq")}
+def whole(tmp_path_factory):
+    """Return the bundled softmax model as a folder of transformers."""
+    return original(tmp_path_factory.mktemp("copies") / "whole")
 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
-    ("command", "options"),
+    ("command", "copies", "options"),
     [
-        pytest.param("run", ("--quantizers", "bf16,rtn-3bit"), marks=pytest.mark.slow),
-        ("budget", ("--methods", "rtn-3bit,rtn-8bit", "--bits", 4, "--length", 16, "--texts", 2)),
+        pytest.param(
+            "run", ("fp8", "gptq"), ("--quantizers", "fp32,rtn-3bit"), marks=pytest.mark.slow
+        ),
+        ("budget", ("fp8",), ("--methods", "rtn-8bit", "--bits", 9, "--length", 16, "--texts", 2)),
     ],
 )
-def test_a_copy_that_exists_is_a_peer_on_the_same_documents(command, options, copies, tmp_path):
-    named = [x for label, path in copies.items() for x in ("--quantized", f"{label}={path}")]
-    assert qbench(command, "--checkpoint", f"m={DEMO / 'softmax'}", *OPTIONS[2:-2], "--dtype",
-                  "bfloat16", "--limit", 10, *named, *options, "--out", tmp_path) == 0  # fmt: skip
-    store = Store(tmp_path)
+def test_a_copy_that_exists_is_a_peer_on_the_same_documents(
+    command, copies, options, whole, tmp_path
+):
+    paths = {name: copy_of(whole, name, tmp_path / "copies" / name) for name in copies}
+    named = [x for label, path in paths.items() for x in ("--quantized", f"{label}={path}")]
+    options = *OPTIONS[2:-2], "--limit", 20, *named, *options, "--out", tmp_path / "out"
+    assert qbench(command, "--checkpoint", f"m={DEMO / 'softmax'}", *options) == 0
+    store = Store(tmp_path / "out")
     columns = {
         record.quantizer: store.divergences(record).groupby(["task", "document"])
         for record in store.records()
@@ -328,20 +328,18 @@ def test_a_copy_that_exists_is_a_peer_on_the_same_documents(command, options, co
         name: rows.apply(lambda each: np.average(each["kl"], weights=each["tokens"]))
         for name, rows in columns.items()
     }
-    assert list(means)[-2:] == ["fp8", "gptq"]
-    assert all(each.index.equals(means["gptq"].index) for each in means.values())
+    assert list(means)[-len(copies) :] == [*copies]
+    assert all(each.index.equals(means["fp8"].index) for each in means.values())
     bits = {record.quantizer: record.audit.size.bits_per_weight for record in store.records()}
     assert bits["fp8"] == pytest.approx(8, abs=0.1)
-    assert bits["gptq"] == pytest.approx(4.5, abs=0.5)
+    assert bits.get("gptq", 4.5) == pytest.approx(4.5, abs=0.5)
     if command == "run":
         return
-    peers = json.loads((tmp_path / "budget.json").read_text())["peers"]
-    assert [(each["mix"], each["other"]) for each in peers] == [("mix-4", n) for n in copies]
-    for each in peers:
-        label = each["other"]
-        assert each["other_bits"] == bits[label]
-        assert each["documents"] == len(means["gptq"]) >= 20
-        assert each["ratio"] == pytest.approx(means["mix-4"].mean() / means[label].mean())
+    (peer,) = json.loads((tmp_path / "out" / "budget.json").read_text())["peers"]
+    assert (peer["mix"], peer["other"]) == ("mix-9", "fp8")
+    assert peer["other_bits"] == bits["fp8"]
+    assert peer["documents"] == len(means["fp8"]) == 20
+    assert peer["ratio"] == pytest.approx(means["mix-9"].mean() / means["fp8"].mean())
 
 
 @pytest.mark.slow  # ten seconds; test_mixed has the cells
