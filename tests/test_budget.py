@@ -212,8 +212,8 @@ def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monkeypatch, capfd):
-    command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn-2bit,rtn-4bit", "--bits", 3.5,
-               "--peers", "rtn-3bit", "--length", 32, "--out", tmp_path)  # fmt: skip
+    command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn-4bit", "--bits", 3.5,
+               "--length", 32, "--out", tmp_path)  # fmt: skip
     calls, losses = [], Baseline.losses
 
     def stops(self, *variants, **options):
@@ -231,7 +231,7 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     single = [names for names in calls if len(names) == 1]
     results = json.loads((tmp_path / "budget.json").read_text())
     choices = len(results["costs"]) + 1  # the floor
-    assert choices > 4  # smaller groups too
+    assert choices > 3  # smaller groups too
     assert 28 * choices <= len(single) <= 28 * choices + 7  # of the block in which it stopped
     (mix,) = results["mixes"]
     assert mix["bits"] <= 3.5
@@ -243,9 +243,8 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     assert certificate["other"] == mix["best_uniform"]
     assert certificate["mix_bits"] == pytest.approx(mix["bits"], abs=1e-4)
     recipe = Recipe.load(tmp_path / "recipe.yaml")
-    assert [(each["mix"], each["other"]) for each in results["peers"]] == [("mix-3.5", "rtn-3bit")]
     labels = [entry.label for entry in recipe.quantizers]
-    assert labels == ["fp32", "mix-3.5", mix["best_uniform"], "rtn-3bit"]
+    assert labels == ["fp32", "mix-3.5", mix["best_uniform"]]
     assert recipe.calibration.samples == 8
     record = next(each for each in Store(tmp_path).records() if each.quantizer == "mix-3.5")
     (detail,) = (stage.detail for stage in record.stages if stage.name == "quantize")
