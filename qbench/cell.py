@@ -55,7 +55,7 @@ from qbench.evaluation.kl_observer import (
 )
 from qbench.evaluation.llamacpp import LlamaCpp, external_model
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.scoring.batching import check_tokens
+from qbench.evaluation.scoring.batching import check_tokens, encode_ahead
 from qbench.evaluation.scoring.generate import end_tokens
 from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import tolerance_violation
@@ -109,7 +109,10 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
         loading = thread.submit(_load_tasks, result)
         for settings in cell.quantization.parts.values():
             thread.submit(backend, settings)  # imports it: hqq takes a second and more
-        building = thread.submit(lambda: build_ahead(loading.result(), cell.scoring))
+        encode = None
+        if plan.device == "cuda" and cell.scoring.mode != "lm-eval":  # cores have little to do
+            encode = partial(encode_ahead, tokenizer, add_bos=cell.scoring.add_bos)
+        building = thread.submit(lambda: build_ahead(loading.result(), cell.scoring, encode))
         if isinstance(cell.quantization.weights, LibraryMade):
             loading.result()  # may raise, before a library works for minutes
             with result.stage("make") as detail:

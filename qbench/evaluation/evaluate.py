@@ -76,6 +76,7 @@ SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split
 ORIGIN_KEYS = {"custom_dataset", "dataset_kwargs", "metadata", "tag", *SPLIT_KEYS}
 TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "process_results")
 KEPT = 256  # tasks in memory
+ENCODED_AHEAD = 50_000  # requests, whose ids are kept
 PRINTED = re.compile(r"\{\{\s*(\w+)\s*\}\}")  # a field that a template prints as it is
 INDEXES = ("label", "gold")  # usual names of the field that says which choice is right
 TEXTS = ("answerKey", "answer")  # and of those that say it in words
@@ -537,12 +538,23 @@ def _named(task: str, what: str, remedy: str) -> Iterator[None]:
         raise EvaluationError(f"{task}: {what} ({why}); {remedy}") from error
 
 
-def build_ahead(tasks: Sequence[LoadedTask], settings: ScoringSettings) -> None:
+def build_ahead(
+    tasks: Sequence[LoadedTask],
+    settings: ScoringSettings,
+    encode: Callable[[list[tuple[str, str]]], None] | None = None,
+) -> None:
     """Build the requests of tasks that draw nothing at random and need no chat template, so that
-    ``build_requests`` has them ready."""
+    ``build_requests`` has them ready. ``encode`` is called with the texts of those for
+    log-likelihoods, task by task, of at most ``ENCODED_AHEAD`` together."""
+    left = ENCODED_AHEAD
     for task in tasks:
         if settings.chat is None and getattr(task.task, "draws_nothing", False):
             task.task.build_all_requests(limit=settings.limit, rank=0, world_size=1)
+            kind = "loglikelihood"  # these ``ask`` puts together
+            pairs = [each.args for each in task.task.instances if each.request_type == kind]
+            left -= len(pairs)
+            if encode is not None and pairs and left >= 0:
+                encode(pairs)
 
 
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:

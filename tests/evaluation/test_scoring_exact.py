@@ -6,6 +6,8 @@ from scoring_models import KINDS, choices, instance, llama, pages, scorer, text
 from tiny import SPARSE_KEYS, tiny_model
 
 from qbench.errors import EvaluationError, UnavailableError
+from qbench.evaluation.scoring import batching
+from qbench.evaluation.scoring.batching import encode_ahead
 from qbench.evaluation.scoring.logits import MatmulRounding, probe_matmul
 
 
@@ -26,6 +28,21 @@ def test_log_likelihoods_equal_those_of_hflm(kind, bos):
     for one, answer in zip(KINDS[kind], answers, strict=True):
         ((value, greedy),) = theirs.loglikelihood([one], disable_tqdm=True)
         assert answer == (pytest.approx(value, rel=1e-6, abs=1e-5), greedy)
+
+
+@pytest.mark.parametrize("bos", [False, True, None], ids=["no bos", "bos", "as the tokenizer"])
+def test_ids_that_were_encoded_ahead_are_taken_once(bos, monkeypatch):
+    ours, asked = scorer(llama(), "exact", bos=bos), choices(5)
+    expected = ours.loglikelihood(asked, disable_tqdm=True)
+    pairs, add_bos = [each.args for each in asked], ours.settings.add_bos
+    encode_ahead(ours.hflm.tokenizer, pairs, add_bos=add_bos)
+    with monkeypatch.context() as patched:
+        patched.delattr(batching, "encode")
+        assert ours.loglikelihood(asked, disable_tqdm=True) == expected
+        with pytest.raises(NameError):
+            ours.loglikelihood(asked, disable_tqdm=True)
+    encode_ahead(ours.hflm.tokenizer, pairs[1:], add_bos=add_bos)  # others
+    assert ours.loglikelihood(asked, disable_tqdm=True) == expected
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
