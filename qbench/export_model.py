@@ -266,6 +266,9 @@ def compared(measured: MeasuredCell, reloaded: nn.Module) -> str:
             f"from the cell's by {off:.2g} of their size: this format cannot hold the cell; choose "
             "another"
         )
+    if not off:  # at the median token
+        share = (ours == theirs).all(-1).float().mean()
+        return f"equal the cell's to the bit at {share:.1%} of positions: its library sums otherwise"
     return f"differ by {off:.2g} of their size from the cell's: its library rounds otherwise"
 
 

@@ -2,11 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from small_recipe import DEMO, qbench, small_recipe
 
+from qbench import export_model as exported
 from qbench.errors import UnavailableError
 from qbench.export_model import bitstream, export_model
 from qbench.files import cache_folder
@@ -32,6 +34,19 @@ def measured(folder, quantizer, checkpoint="softmax", device="cpu"):
     store = Store(folder / "out")
     (record,) = store.records()
     return store, record
+
+
+class Fixed(torch.nn.Module):
+    """Gives the same output for each input."""
+
+    config, device = SimpleNamespace(vocab_size=16), torch.device("cpu")
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, ids, use_cache):
+        return self.output
 
 
 CASES = [
@@ -139,6 +154,17 @@ def test_a_softpick_cell_keeps_its_attention_and_lost_weights_are_computed_again
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["qbench_normalizer"] == "softpick"
     assert "attends with softpick" in (tmp_path / "model" / "README.md").read_text()
+
+
+def test_logits_that_differ_at_few_positions_are_said_so(monkeypatch):
+    few = torch.rand(1, 8, 16)
+    ours, theirs = (SimpleNamespace(logits=logits) for logits in (few, few.clone()))
+    theirs.logits[0, 3] += 1e-4
+    monkeypatch.setattr(exported, "rounding_tolerance", lambda model: 0.01)
+    model = Fixed(ours)
+    measured = SimpleNamespace(model=model, record=SimpleNamespace(cell="base/mine"))
+    words = "equal the cell's to the bit at 87.5% of positions: its library sums otherwise"
+    assert exported.compared(measured, Fixed(theirs)) == words
 
 
 @pytest.mark.parametrize(
