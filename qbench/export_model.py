@@ -268,7 +268,8 @@ def compared(measured: MeasuredCell, reloaded: nn.Module) -> str:
         )
     if not off:  # at the median token
         share = (ours == theirs).all(-1).float().mean()
-        return f"equal the cell's to the bit at {share:.1%} of positions: its library sums otherwise"
+        where = f"at {share:.1%} of positions"
+        return f"equal the cell's to the bit {where}: its library sums otherwise"
     return f"differ by {off:.2g} of their size from the cell's: its library rounds otherwise"
 
 
