@@ -92,11 +92,21 @@ def pair(name: str) -> pd.DataFrame:
     return rows
 
 
+@lru_cache
+def by_score(name: str) -> dict[tuple[str, str], pd.DataFrame]:
+    """Return a pair's rows by task and metric."""
+    return dict(iter(pair(name).groupby(["task", "metric"])))
+
+
+def scores(name, task, metric) -> pd.DataFrame:
+    return by_score(name).get((task, metric), pair(name)[:0])
+
+
+@lru_cache(None)
 def select(name, task, metric, checkpoint, quantizer) -> pd.DataFrame:
-    rows = pair(name)
-    rows = rows[rows.checkpoint.fillna("").str.fullmatch(checkpoint)]
-    rows = rows[(rows.task == task) & (rows.metric == metric)]
-    return rows[rows.quantizer.isna() if quantizer is None else rows.quantizer == quantizer]
+    rows = scores(name, task, metric)
+    of_quantizer = rows.quantizer.isna() if quantizer is None else rows.quantizer == quantizer
+    return rows[of_quantizer & rows.checkpoint.fillna("").str.fullmatch(checkpoint)]
 
 
 def find(name, task, metric, checkpoint, quantizer=None) -> pd.Series:
@@ -250,10 +260,10 @@ def same_sign(name, seeds) -> tuple[int, int]:
     return sum(all(float(s) * one > 0 for s in each.split()) for one, each in signs), len(both)
 
 
+@lru_cache(None)
 def kl_gaps(name, kind, one="softpick", base="softmax", quantizer="", task="all") -> pd.DataFrame:
     """Return the logarithms of the KL of ``one`` over that of ``base``, [precisions, seeds]."""
-    rows = pair(name)
-    rows = rows[(rows.metric == "kl") & (rows.task == task)]
+    rows = scores(name, task, "kl")
     rows = rows[rows.quantizer == quantizer if quantizer else rows.kind == kind]
     table = rows.pivot(index="quantizer", columns="checkpoint", values="value").map(math.log)
     seeds = [column[len(one) :] for column in table if column.split(".")[0] == one]
@@ -284,7 +294,7 @@ def direction(name, one, quantizer) -> str:
 def replicated(name) -> tuple[list[str], list[str]]:
     """Return the kinds of checkpoints of ``name``, and the precisions that each seed of all kinds
     with several seeds has, or that all kinds have if none has several."""
-    rows = pair(name).query("metric == 'kl' and task == 'all'")
+    rows = scores(name, "all", "kl")
     table = rows.pivot(index="quantizer", columns="checkpoint", values="value")
     kinds: dict[str, list[str]] = {}
     for column in dict.fromkeys(rows.checkpoint):

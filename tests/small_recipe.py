@@ -6,6 +6,8 @@ from typing import Any
 import yaml
 
 from qbench.cli.app import app
+from qbench.plan import plan
+from qbench.recipe import Recipe
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 
@@ -26,6 +28,21 @@ def small_recipe(folder: Path, **changes: Any) -> Path:
     path = folder / "small.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
+
+
+def keys(folder: Path, demo: Path, **changes: Any) -> dict[str, str]:
+    """Key by label of an unquantized and a calibrated cell of a copy of ``demo``."""
+    content = {
+        "checkpoints": {"softmax": str(demo / "softmax")},
+        "quantizers": ["fp32", {"name": "gptq-4bit", "group_size": 64}],
+        "tasks": ["demo_choice"],
+        "definitions": str(demo / "tasks"),
+        "data": str(demo / "data"),
+        "calibration": {"path": str(demo / "calibration.jsonl"), "samples": 2, "length": 64},
+        **changes,
+    }
+    cells = plan(Recipe.load(small_recipe(folder, **content)), device="cpu").cells
+    return {cell.label: cell.key for cell in cells}
 
 
 def qbench(*arguments: object) -> int:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quantizer_models import llama, make
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench import export_model as exported
@@ -13,6 +14,7 @@ from qbench.errors import UnavailableError
 from qbench.export_model import bitstream, export_model
 from qbench.files import cache_folder
 from qbench.machine import fast_bf16
+from qbench.quantizers import config_of
 from qbench.store import Store
 
 EQUAL = "equal the cell's to the bit"
@@ -52,27 +54,27 @@ class Fixed(torch.nn.Module):
 CASES = [
     ("gptq-4bit", None, "gptq", GPTQ),
     ("nvfp4", None, "compressed-tensors", EQUAL),
-    ("bnb-4bit", None, "bitsandbytes", EQUAL),
     (
         {"name": "mixed", "layers": {"*.mlp.*": "gptq-3bit", "*.self_attn.*": "rtn-8bit"}},
         None,
         "compressed-tensors",
         "0.0",
     ),
-    (
-        {
-            "name": "mixed",
-            "layers": {"*.0.mlp.*": "gptq-3bit", "*.mlp.*": "rtn-8bit", "*": "gptq-4bit"},
-            "ignore": ["*.1.self_attn.o_proj"],
-        },
-        "gptq",
-        "gptq",
-        "0.0",  # by GPTQModel, which computes rtn in float16
-    ),
     # what others compute in float16, or with activations rounded in bfloat16, differs in last bits
     *(
         pytest.param(*case, marks=slow)
         for case in (
+            ("bnb-4bit", None, "bitsandbytes", EQUAL),
+            (
+                {
+                    "name": "mixed",
+                    "layers": {"*.0.mlp.*": "gptq-3bit", "*.mlp.*": "rtn-8bit", "*": "gptq-4bit"},
+                    "ignore": ["*.1.self_attn.o_proj"],
+                },
+                "gptq",
+                "gptq",
+                "0.0",  # by GPTQModel, which computes rtn in float16
+            ),
             ("gptq-3bit", "compressed-tensors", "compressed-tensors", EQUAL),
             ("rtn-4bit", None, "gptq", "0.0"),
             ("rtn-4bit", "compressed-tensors", "compressed-tensors", "0.0"),
@@ -193,11 +195,17 @@ def test_logits_that_differ_at_few_positions_are_said_so(monkeypatch):
         ),
     ],
 )
-@pytest.mark.usefixtures("own_cache")
-def test_what_no_format_holds_is_refused(quantizer, chosen, words, tmp_path):
-    store, record = measured(tmp_path, quantizer)
+def test_what_no_format_holds_is_refused(quantizer, chosen, words, tmp_path, monkeypatch):
+    config = config_of(quantizer, compute_dtype="bfloat16")
+    loaded = SimpleNamespace(
+        model=make(config, tmp_path, model=llama(dtype=torch.bfloat16)),
+        cell=SimpleNamespace(quantization=config),
+        tokenizer=SimpleNamespace(save_pretrained=lambda folder: None),
+    )
+    monkeypatch.setattr("qbench.export_model.load_measured", lambda *_: loaded)
+    record = SimpleNamespace(cell="base/mine", key_parts={"device": "cpu"})
     with pytest.raises(UnavailableError, match=words):
-        export_model(store, record, tmp_path / "model", cache_folder(), chosen)
+        export_model(None, record, tmp_path / "model", tmp_path, chosen)
     assert not (tmp_path / "model").exists()
 
 

@@ -33,7 +33,7 @@ def run(tmp_path, monkeypatch):
         scored.clear()
         recipe = small_recipe(
             tmp_path, tasks=list(tasks), checkpoints={"a": str(DEMO / "softpick")},
-            evaluation={"limit": 4}, quantizers=["fp32", "rtn-4bit"],
+            evaluation={"limit": 2}, quantizers=["fp32", "rtn-4bit"],
         )  # fmt: skip
         planned = plan(Recipe.load(recipe), device="cpu")
         records = run_cells(planned, out=tmp_path / out, cache=tmp_path / cache, **settings)

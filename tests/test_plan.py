@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, keys, qbench, small_recipe
 from tiny import write_tiny
 
 from qbench import machine
@@ -24,8 +24,6 @@ from qbench.plan import cell_names, plan, select
 from qbench.recipe import Recipe
 from qbench.store import Store
 
-CALIBRATED = ["fp32", {"name": "gptq-4bit", "group_size": 64}]
-
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
@@ -33,20 +31,6 @@ def copies(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     shutil.copytree(DEMO, folder, dirs_exist_ok=True)
     return folder
-
-
-def keys(tmp_path, copies, **changes):
-    content = {
-        "checkpoints": {"softmax": str(copies / "softmax")},
-        "quantizers": CALIBRATED,
-        "tasks": ["demo_choice"],
-        "definitions": str(copies / "tasks"),
-        "data": str(copies / "data"),
-        "calibration": {"path": str(copies / "calibration.jsonl"), "samples": 2, "length": 64},
-        **changes,
-    }
-    cells = plan(Recipe.load(small_recipe(tmp_path, **content)), device="cpu").cells
-    return {cell.label: cell.key for cell in cells}
 
 
 def appended(file, text="\n"):
@@ -132,8 +116,8 @@ def test_keys_are_the_same_in_another_process_and_folder(tmp_path, copies):
     moved = tmp_path / "moved"
     shutil.copytree(copies, moved)
     code = (
-        "import sys; from pathlib import Path; import test_plan as t; "
-        f"print(t.keys(Path({str(tmp_path)!r}), Path({str(moved)!r})))"
+        "from pathlib import Path; from small_recipe import keys; "
+        f"print(keys(Path({str(tmp_path)!r}), Path({str(moved)!r})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           cwd=moved, env={"PYTHONPATH": ":".join(sys.path)})  # fmt: skip

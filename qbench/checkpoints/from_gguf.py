@@ -56,11 +56,13 @@ def main(file: Path, folder: Path) -> None:
     """Write ``file`` to ``folder``. transformers saves no model that it loaded from GGUF, so the
     weights go into a new one of the same configuration. Raises ValueError for a wrong tokenizer."""
     import gguf
-    import torch
 
     # transformers asks for both again and again, by the path as text: half of SmolLM2's time
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    gguf.GGUFReader(str(file))  # raises for another file, before torch is imported
+    import torch
+
     import_transformers()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -57,7 +57,7 @@ def comparison(model, tokenizer):
             model,
             tokenizer,
             tasks("demo_choice", "demo_pages"),
-            {mode: settings(mode, max_length=128, limit=5) for mode in MODES},
+            {mode: settings(mode, max_length=128, limit=2) for mode in MODES},
             log=print,
         )
 
@@ -67,7 +67,7 @@ def test_every_mode_scores_every_task_and_all_together(comparison):
     names = ("demo_choice", "demo_pages", "all")
     assert scored == {(t, m) for t in names for m in RUNS}
     for row in comparison["rows"]:
-        assert row["documents"] == (10 if row["task"] == "all" else 5)
+        assert row["documents"] == (4 if row["task"] == "all" else 2)
         assert row["seconds"] >= row["scoring_seconds"] > 0
         assert ("speed" not in row) == (row["mode"] == "lm-eval")
 
@@ -85,7 +85,7 @@ def test_exact_differs_by_nothing_and_fast_by_rounding(comparison):
 
 def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, monkeypatch):
     """They have no log-likelihood, and each of the task's filters has its row."""
-    rows = [{"text": f"Fog covered the valley {n}"} for n in range(3)]
+    rows = [{"text": f"Fog covered the valley {n}"} for n in range(2)]
     data = tmp_path / "lambada_word" / "test.jsonl"
     data.parent.mkdir()
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -99,7 +99,7 @@ def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, 
     chosen = {mode: settings(mode, max_length=128) for mode in ("lm-eval", "exact")}
     found = compare(model, tokenizer, [task], chosen, log=print)
     row = next(row for row in found["rows"] if row["mode"] == "exact")
-    assert (row["documents"], row["requests"], row["changed_answers"]) == (3, 3, 1)
+    assert (row["documents"], row["requests"], row["changed_answers"]) == (2, 2, 1)
     assert row["scoring_seconds"] > 0
     assert (row["largest_difference"], row["mean_difference"]) == (None, None)
     assert "nan" not in table(found)

@@ -184,8 +184,11 @@ def test_every_other_model_has_a_sentence(three):
     assert families == [{4}, {2}]
 
 
-@pytest.mark.parametrize("trainings", [3, 2], ids=["pairs", "unequal numbers"])
-@pytest.mark.parametrize(("factor", "worse"), [(3.0, True), (1.0, False)])
+@pytest.mark.parametrize(
+    ("factor", "worse", "trainings"),
+    [(3.0, True, 3), (1.0, False, 2)],
+    ids=["pairs", "unequal numbers"],
+)
 def test_kl_over_trainings_has_one_interval_over_documents_and_seeds(
     tmp_path, factor, worse, trainings
 ):

@@ -1,5 +1,7 @@
 """Effects over seeds: intervals that cover, and what of the uncertainty is the seeds'."""
 
+import itertools
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -37,12 +39,17 @@ def covers(result):
     return result.low <= 0 <= result.high
 
 
-@pytest.mark.parametrize("seeds", [2, 3, *(pytest.param(n, marks=SLOW) for n in (4, 5))])
+PARTS = [(0.1, 1.0, 1.0), (0.3, 0.3, 1.0), (0.0, 1.0, 1.0), (0.2, 1.0, 0.3), (1.0, 1.0, 1.0)]
+QUICK = [(2, PARTS[0]), (3, PARTS[0]), (3, PARTS[1])]
+
+
 @pytest.mark.parametrize(
-    ("by_seed", "by_document", "rest"),
-    [(0.0, 1.0, 1.0), (0.1, 1.0, 1.0), (0.2, 1.0, 0.3), (0.3, 0.3, 1.0), (1.0, 1.0, 1.0)],
-)
-def test_the_interval_covers_whichever_part_is_the_larger(seeds, by_seed, by_document, rest):
+    ("seeds", "parts"),
+    [pytest.param(*case, marks=() if case in QUICK else SLOW)
+     for case in itertools.product((2, 3, 4, 5), PARTS)],
+)  # fmt: skip
+def test_the_interval_covers_whichever_part_is_the_larger(seeds, parts):
+    by_seed, by_document, rest = parts
     rng = np.random.default_rng([seeds, int(100 * by_seed), int(100 * by_document)])
     result = [
         over_seeds(drawn(rng, seeds, by_seed, by_document, rest), pairs(seeds), "mean")

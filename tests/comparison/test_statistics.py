@@ -148,7 +148,7 @@ def test_a_kl_of_0_has_no_logarithm():
 
 
 @pytest.mark.parametrize("aggregation", [KL_MEAN, "perplexity", "weighted_perplexity", "mean"])
-@pytest.mark.parametrize("documents", [30, 1_100])
+@pytest.mark.parametrize("documents", [30, pytest.param(1_100, marks=pytest.mark.slow)])
 def test_contrasts_that_are_computed_together_are_those_of_each_alone(aggregation, documents):
     """Equal columns, few changes, other documents and other lengths among them."""
     rng, names = np.random.default_rng(6), np.arange(documents)

@@ -52,7 +52,7 @@ def written_task(folder, name):
     (folder / "data" / name).mkdir(parents=True, exist_ok=True)
     draw = random.Random(name)
     rows = [{"question": " ".join(draw.sample(WORDS, draw.randint(1, 4))), "answer": "7"}
-            for _ in range(9)]  # fmt: skip
+            for _ in range(7)]  # fmt: skip
     lines = "\n".join(json.dumps(row) for row in rows)
     (folder / "data" / name / "test.jsonl").write_text(lines + "\n")
     return load_task(plan_task(name, data=folder / "data", definitions=folder / "tasks"))
@@ -76,15 +76,14 @@ CACHES = (
     ("normalizer", "name", "looks", "chunk", "cache"),
     [
         ("softmax", "sums", 8, 8192, None),
-        *(("softpick", *case, None) for case in
-          (("sums", 8, 8192), ("trivia", 1, 50), ("story", 1, 8192))),
+        *(("softpick", *case, None) for case in (("trivia", 1, 50), ("story", 1, 8192))),
         *(("softpick", "trivia", 1, 11, cache) for cache in CACHES),
     ],
 )  # fmt: skip
 def test_answers_to_a_task_are_hflms_text_by_text(
     normalizer, name, looks, chunk, cache, tmp_path, monkeypatch
 ):
-    """Four slots for nine prompts: slots are filled again, and move to the left. What was said is
+    """Four slots for seven prompts: slots are filled again, and move to the left. What was said is
     looked at after each token, or as on a GPU after several. Of a quantized cache, what stays
     unquantized depends on where in its sequence a token stands, not on its column. One scale for
     all is left to lm-eval: what finished answers leave in the slots would change it."""

@@ -51,10 +51,7 @@ ROUNDS_CACHES = Version(transformers.__version__).release < (5, 24)
 # groups off the file: the audit finds those right.
 OLDER = Version(transformers.__version__).release < (5, 23)
 TASKS = ("demo_choice",)
-MORE_FORMATS = (
-    "ct-nvfp4", "ct-w4a16-asym", "ct-fp8-block", "fp8", "gptq", "mxfp8", "metal",
-    "gemma",
-)  # fmt: skip
+MORE_FORMATS = ("ct-w4a16-asym", "ct-fp8-block", "fp8", "mxfp8", "metal", "gemma")
 WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-fp8-block", "ct-nvfp4")
 
 
@@ -101,8 +98,11 @@ def audited(found, name="base/copy"):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=needs_vnni if name == "torchao-w8a8" else ())
-        for name in (*FORMATS, *MORE_FORMATS)
+        *(
+            pytest.param(name, marks=needs_vnni if name == "torchao-w8a8" else ())
+            for name in (*FORMATS, "ct-nvfp4", "gptq")
+        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FORMATS),
     ],
 )
 def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_path):
@@ -191,7 +191,7 @@ def test_a_cache_with_one_scale_for_a_whole_sequence_is_refused_with_the_measure
         planned(tmp_path, copy)
 
 
-@pytest.mark.parametrize("name", ["ct-w8a8", "bnb-nf4"])
+@pytest.mark.parametrize("name", ["ct-w8a8", pytest.param("bnb-nf4", marks=pytest.mark.slow)])
 def test_biases_and_norms_of_a_copy_are_held_against_the_original_s(name, whole, tmp_path):
     source = with_biases(whole, tmp_path / "biased")
     copy = copy_of(source, name, tmp_path / "copy")
@@ -394,7 +394,9 @@ def test_a_damaged_layer_fails_its_audit(nf4, tmp_path):
     assert {line.split(":")[0] for line in result.problems} == {"model.layers.1.mlp.up_proj"}
 
 
-@pytest.mark.parametrize("span", [0.6, 0.2])  # with factors errors exceed the bound, or not
+@pytest.mark.parametrize(
+    "span", [pytest.param(0.6, marks=pytest.mark.slow), 0.2]
+)  # with factors errors exceed the bound, or not
 def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span, whole, tmp_path):
     result, _ = audited(planned(tmp_path, awq(whole, tmp_path / "awq", span=span)))
     assert result.problems == ()
