@@ -84,7 +84,8 @@ def digest_of_parts(payload: bytes | np.ndarray | Path) -> str:
             view = memoryview(payload)
             size, part = len(view), lambda start: view[start : start + PART]
         threads = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
-        hashed = threads.map(lambda s: hashlib.sha256(part(s)).digest(), range(0, size, PART))
+        apply = threads.map if size > PART else map  # a thread for a single part takes longer
+        hashed = apply(lambda s: hashlib.sha256(part(s)).digest(), range(0, size, PART))
         return digest(b"".join(hashed))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from scoring_models import choices, instance, llama, pages, text, tokenizer
 from test_kl import Logits, quantized_like
+from transformers.models.llama import modeling_llama
 
 from qbench.attention.transformers import set_attention
 from qbench.evaluation import settings
@@ -118,3 +119,15 @@ def test_damage_is_the_divergence_of_full_logits(mode, dtype):
     assert expected.mean() > 0.01
     found = meter.divergences["choices"]["kl"].to_numpy()
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_packs_have_the_bits_of_the_classs_own_rotation(dtype):
+    fast = scorer(model_with("softmax", dtype), "fast")
+    requests = choices(30)
+    ours = fast.loglikelihood(requests, disable_tqdm=True)
+    forward = fast.fast.forward
+    assert list(forward._rotary) == [modeling_llama]
+    assert modeling_llama.apply_rotary_pos_emb is forward._rotary[modeling_llama]  # put back
+    forward._rotary.clear()
+    assert ours == fast.loglikelihood(requests, disable_tqdm=True)
