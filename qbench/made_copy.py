@@ -25,6 +25,7 @@ from qbench.errors import QuantizationError
 from qbench.files import content_key, new_folder
 from qbench.machine import version_of
 from qbench.plan import Cell, find_copy
+from qbench.plugins import Plugin, load, loaded
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import QuantizationConfig, backend
 from qbench.quantizers.methods.library_made import LibraryMade
@@ -98,6 +99,7 @@ def _make(
             "settings": maker.to_dict(), "model": str(cell.checkpoint.folder),
             "texts": str(ids), "out": str(out), "stock": str(Path(temporary) / "stock"),
             "normalizer": cell.checkpoint.normalizer, "device": device,
+            "plugins": [[one.name, one.source.decode(), one.path] for one in loaded()],
         }))  # fmt: skip
         environment = {**os.environ, "TERM": "dumb"}  # no progress bars in a log
         if device == "cpu":
@@ -122,6 +124,8 @@ def main(job: Mapping[str, Any]) -> None:
     import torch
     from safetensors.torch import load_file
 
+    load(Plugin(name=name, source=source.encode(), path=path)
+         for name, source, path in job["plugins"])  # fmt: skip
     settings = config_of_record(job["settings"]).weights
     model, normalizer = Path(job["model"]), job["normalizer"]
     checkpoint = find(str(model))

@@ -15,7 +15,7 @@ from published_copies import fp8_rows, original
 from safetensors.torch import load_file
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench import made_copy
+from qbench import made_copy, plugins
 from qbench.attention.transformers import attention_name
 from qbench.checkpoints import find
 from qbench.checkpoints.load import rotate_pairs
@@ -27,7 +27,7 @@ from qbench.plan import plan
 from qbench.quantizers import gguf_file
 from qbench.quantizers.calibration import Calibration, read_calibration
 from qbench.quantizers.methods import by_llama_quantize, by_llamacpp
-from qbench.quantizers.registry import settings_of
+from qbench.quantizers.registry import METHODS, settings_of
 from qbench.quantizers.texts import CalibrationText
 from qbench.recipe import Recipe
 from qbench.store import Store
@@ -161,6 +161,43 @@ def test_a_mix_is_what_llama_quantize_writes(code, tmp_path, monkeypatch):
         assert [file.name for file in out.iterdir()] == ["model.gguf"]
         assert gguf_file.describe(str(out / "model.gguf"))["sizes"]["num_hidden_layers"] == 4
     assert (tmp_path / "llama-quantize.types").read_text() == "Q4_K_M\n"
+
+
+PLUGIN = """
+import shutil
+from qbench.quantizers.config import settings
+from qbench.quantizers.methods.library_made import LibraryMade, maker
+
+
+@maker("mine-8bit", "the copy in a folder")
+@settings
+class Mine(LibraryMade):
+    method, title, requirements = "mine", "Mine", ("shutil",)
+    needs_calibration, num_bits, scheme = False, 8, "fp8"
+    folder: str
+
+
+def make(model, out, texts, settings):
+    shutil.copytree(settings.folder, out, dirs_exist_ok=True)
+"""
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_plugin_may_be_a_maker(tmp_path, monkeypatch):
+    def in_a_new_process(command, **_):
+        monkeypatch.delitem(plugins._loaded, "qbench_plugin_mine")
+        monkeypatch.delitem(METHODS, "mine-8bit")
+        made_copy.main(json.loads(command[-1].read_bytes()))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(made_copy.subprocess, "run", in_a_new_process)
+    (file := tmp_path / "mine.py").write_text(PLUGIN)
+    made = fp8_rows(original(tmp_path / "whole"), tmp_path / "made")
+    recipe = recipe_of(tmp_path, {"name": "mine-8bit", "folder": str(made), "label": "mine"})
+    out = tmp_path / "out"
+    assert qbench("run", recipe, "--plugin", file, "--out", out, "--device", "cpu") == 0
+    (record,) = (one for one in Store(out).records() if one.quantizer == "mine")
+    assert record.audit.passed
 
 
 def tensors(file):
