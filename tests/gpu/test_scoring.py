@@ -122,12 +122,13 @@ def test_damage_is_the_divergence_of_full_logits(mode, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_packs_have_the_bits_of_the_classs_own_rotation(dtype):
+def test_packs_have_the_bits_of_the_classs_own_functions(dtype):
     fast = scorer(model_with("softmax", dtype), "fast")
     requests = choices(30)
     ours = fast.loglikelihood(requests, disable_tqdm=True)
     forward = fast.fast.forward
-    assert list(forward._rotary) == [modeling_llama]
-    assert modeling_llama.apply_rotary_pos_emb is forward._rotary[modeling_llama]  # put back
-    forward._rotary.clear()
+    norm = modeling_llama.LlamaRMSNorm
+    assert {each.owner for each in forward.fused} == {modeling_llama, norm}
+    assert all(getattr(each.owner, each.name) is each.own for each in forward.fused)  # put back
+    forward.fused.clear()
     assert ours == fast.loglikelihood(requests, disable_tqdm=True)

@@ -7,9 +7,7 @@ prefix and suffix is a sequence of its own with its own keys, for attention that
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -136,13 +134,11 @@ class PackedForward:
         self.model, self.decoder, self.device = model, decoder, model.device
         self._name = name
         self._attention = model.config._attn_implementation
-        self._rotary = dict[ModuleType, Any]()  # modules of transformers, and their own functions
+        self.fused = []
         if self.device.type == "cuda":
-            from qbench.attention.kernels import rotary  # which imports Triton
+            from qbench.attention.kernels.fused import replacements  # which imports Triton
 
-            self._fused = rotary.apply_rotary_pos_emb
-            modules = {sys.modules[type(module).__module__] for module in decoder.modules()}
-            self._rotary = {m: m.apply_rotary_pos_emb for m in modules if rotary.replaces(m)}
+            self.fused = replacements(decoder)
         if not str(self._attention).startswith(("qbench-", "flash_attention")):
             raise UnavailableError(
                 f"packs need an attention that takes cu_seqlens, not {self._attention!r}; use "
@@ -152,8 +148,8 @@ class PackedForward:
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Return the hidden states [T, H] of a pack."""
         self.model.config._attn_implementation = self._name
-        for module in self._rotary:
-            module.apply_rotary_pos_emb = self._fused
+        for each in self.fused:
+            each.put(each.fused)
         try:
             return self.decoder(
                 to_device(batch.ids, self.device),
@@ -168,8 +164,8 @@ class PackedForward:
             )[0][0]
         finally:
             self.model.config._attn_implementation = self._attention
-            for module, own in self._rotary.items():
-                module.apply_rotary_pos_emb = own
+            for each in self.fused:
+                each.put(each.own)
 
 
 class LMHead:
