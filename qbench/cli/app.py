@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from qbench import __version__, removed
 from qbench.errors import INTERRUPTED, STOPPED, QbenchError, shown
-from qbench.machine import set_library_env
+from qbench.machine import set_library_env, visible_gpus
 
 
 def complain(line: str) -> None:
@@ -74,6 +74,7 @@ COMMANDS = {
     "bench": Entry("bench", LOOK_UP, "Measure speeds, after checking results."),
 }
 
+ELSEWHERE = {"cpu", "--cluster", "--help"}  # words of a run that needs no GPU here
 set_library_env()
 
 
@@ -100,6 +101,10 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name == "run" and not ELSEWHERE & {*sys.argv} and visible_gpus():
+            from qbench.runner.workers import start_early
+
+            start_early()
         return load(cmd_name) if cmd_name in COMMANDS else None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -46,7 +46,7 @@ from qbench.recipe import Overrides, Recipe, added_column, save
 from qbench.records import Record
 from qbench.runner.grid import is_up_to_date, run_cells
 from qbench.runner.progress import Display
-from qbench.runner.workers import Workers
+from qbench.runner.workers import Workers, drop_early
 from qbench.store import Store
 from qbench.text import duration, group_by_reason
 
@@ -115,6 +115,11 @@ def launch(
         raise RecipeError(
             f"{first} and {others[0]} exclude each other: both say where cells run; leave one out"
         )
+    slots = []
+    if cluster is None and device_map is None:
+        slots = gpu_slots(gpus, workers, launcher.device, at_most=cells)
+    if not slots:
+        drop_early()
     if cluster is not None:
         if importlib.util.find_spec("distributed") is None:
             raise UnavailableError("--cluster: Dask is not installed; pip install -e '.[cluster]'")
@@ -126,7 +131,7 @@ def launch(
                 launcher, device=dask.device, gpu=dask.expected["GPU"], executor=dask,
                 description=dask.description,
             )  # fmt: skip
-    elif device_map is None and (slots := gpu_slots(gpus, workers, launcher.device, at_most=cells)):
+    elif slots:
         processes = Workers(slots, device=launcher.device)
         processes.preload()
         try:

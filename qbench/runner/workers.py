@@ -6,6 +6,7 @@ On GPUs, and without a fork server, each process imports by itself while the run
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as Threads
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from multiprocessing import (
     active_children,
     forkserver,
@@ -30,6 +31,7 @@ from typing import Any
 
 from qbench.errors import first_line
 from qbench.machine import (
+    CELLS_PER_GPU,
     VISIBLE,
     broken_device,
     cells_per_gpu,
@@ -75,9 +77,7 @@ class Workers(Executor):
         # too many threads slow each other down: a process, and its children, have a share of cores
         cores = max(1, (os.cpu_count() or 1) // len(slots))
         share = partial(_environment, "OMP_NUM_THREADS", str(cores))
-        # Python's process that frees locks of ended ones would warn of each killed worker
-        with _environment("PYTHONWARNINGS", "ignore:resource_tracker"):
-            resource_tracker.ensure_running()
+        _start_tracker()
         if self._forked:  # the fork server imports in the background what workers need
             with interrupts_blocked(), share():
                 get_context("forkserver").set_forkserver_preload([PRELOAD])
@@ -91,7 +91,11 @@ class Workers(Executor):
         self._add(slots if device == "cuda" else [None] * len(slots))
 
     def _add(self, gpus: Sequence[int | None]) -> None:
-        for slot in map(self._new_slot, gpus):
+        """Add a slot for a process on each of ``gpus``; the first on GPU 0 is that of
+        ``start_early``."""
+        for gpu in gpus:
+            slot = _early.pop() if gpu == 0 and _early else self._new_slot(gpu)
+            slot._ended = self._ended
             self._slots.append(slot)
             self._free.put(slot)
 
@@ -190,6 +194,35 @@ class _Slot:
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
+
+
+_early: list[_Slot] = []  # at most one, that no Workers has taken yet
+
+
+@cache
+def start_early() -> None:
+    """Start and preload the process on GPU 0 of the next ``Workers`` now, beside the imports of the
+    command itself: nothing else before a cell takes as long as the process's own."""
+    _start_tracker()
+    share = partial(_environment, "OMP_NUM_THREADS", str((os.cpu_count() or 1) // CELLS_PER_GPU))
+    slot = _Slot(0, method="spawn", ended=threading.Event(), share=share)
+    slot._pool = slot._start()
+    slot._pool.submit(preload)
+    _early.append(slot)
+    atexit.register(drop_early)  # before multiprocessing would wait for it
+
+
+def drop_early() -> None:
+    """End the process of ``start_early`` if no ``Workers`` has taken it."""
+    while _early:
+        _early.pop().kill()
+
+
+def _start_tracker() -> None:
+    """Start Python's process that frees locks of ended ones, so that it does not warn of each
+    killed worker."""
+    with _environment("PYTHONWARNINGS", "ignore:resource_tracker"):
+        resource_tracker.ensure_running()
 
 
 def _with_state(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, bool]:

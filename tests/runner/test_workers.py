@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from qbench.progress import SilentProgress
+from qbench.runner import workers
 from qbench.runner.progress import listening
-from qbench.runner.workers import Workers, _Slot
+from qbench.runner.workers import Workers, _Slot, drop_early, start_early
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 120  # seconds that make a hang: processes wait for what is imported for all of them
@@ -144,3 +145,27 @@ def test_more_processes_share_a_gpu_whose_memory_holds_more_cells(monkeypatch):
         calls = [executor.submit(time.sleep, 600) for _ in range(3)]
         wait_until(lambda: all(call.running() for call in calls))
         executor.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def early(monkeypatch):
+    monkeypatch.setattr(workers, "PRELOAD", "qbench.progress")  # imports no torch
+    start_early.cache_clear()
+    start_early()
+    [slot] = workers._early
+    yield {process.pid for process in slot._processes}
+    drop_early()
+    start_early.cache_clear()
+
+
+def test_a_process_that_was_started_early_is_the_first_of_a_run(early):
+    with Workers([0, 0], device="cuda") as executor:  # no GPU is asked for
+        assert not workers._early
+        assert {executor.submit(os.getpid).result(timeout=PATIENCE) for _ in range(2)} > early
+
+
+def test_one_that_no_run_takes_is_ended(early):
+    with Workers([0], device="cpu") as executor:
+        assert executor.submit(os.getpid).result(timeout=PATIENCE) not in early
+    drop_early()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in early))
