@@ -37,7 +37,7 @@ from qbench.records import Environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CELLS_PER_GPU = 3  # quantization of one cell overlaps with the scoring of others
-MOST_PER_GPU = 6  # of small models: one process leaves a GPU idle half of the time
+MOST_PER_GPU = 4  # of small models; with six, which take turns, the longest cells end last
 CORES_PER_CELL = 2
 
 

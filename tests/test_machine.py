@@ -99,7 +99,7 @@ def test_worker_processes_are_spread_over_gpus(nvml, gpus, workers, device, cell
 
 @pytest.mark.parametrize(
     ("gib", "gpus", "cores", "cells"),
-    [(8, 1, 16, 6), (20, 1, 16, 4), (48, 1, 16, 3), (8, 2, 16, 4), (8, 1, 4, 3)],
+    [(8, 1, 16, 4), (24, 1, 16, 4), (25, 1, 16, 3), (8, 2, 16, 4), (8, 1, 4, 3)],
 )
 def test_small_models_share_a_gpu_more_ways(monkeypatch, gib, gpus, cores, cells):
     monkeypatch.setattr(machine, "memory_gib", lambda device: 139.0)

@@ -172,8 +172,7 @@ def run(
     force: Run cells again that have a finished record.
     gpus: GPUs of this host to use. Default: one.
     workers: Cells side by side on each GPU, one process each: one is quantized while others are
-        scored. Default: 3 on a GPU, up to 6 if its memory and the host's cores suffice; 1 on a
-        CPU.
+        scored. Default: 3 on a GPU, 4 if its memory and the host's cores suffice; 1 on a CPU.
     save_recipe: Write this run as a recipe, with absolute paths.
     """
     launcher = load_launcher(recipe, overrides, out=out, device=device, cluster=cluster)
