@@ -346,26 +346,36 @@ class PaddedBatch(BatchPlan):
             for member in g.request_indices:
                 count = requests[member].scored
                 members.append(member)
-                flat.append(np.arange(end - count, end))
+                flat.append((end - count, count))
         return Batch(ids=ids, **_scored_by(requests, members, flat))
 
 
 def _scored_by(
-    requests: Sequence[Request], members: list[int], flat: list[np.ndarray]
+    requests: Sequence[Request], members: list[int], flat: list[tuple[int, int]]
 ) -> dict[str, Any]:
     """Return the fields of a Batch that map its hidden states to the tokens that they score.
-    ``members``: indexes of requests; ``flat``: for each the indexes of its hidden states. A hidden
-    state that several requests share is listed once."""
-    rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
+    ``members``: indexes of requests; ``flat``: for one after the other the indexes of its hidden
+    states, as ``_ranges`` takes them. A hidden state that several requests share is listed once."""
+    rows, inverse = np.unique(_ranges(flat), return_inverse=True)
     scored = [requests[i] for i in members]
-    index = np.concatenate([request.first + np.arange(request.scored) for request in scored])
-    token = np.concatenate([request.tokens[request.context :] for request in scored])
+    tokens = itertools.chain.from_iterable(each.tokens[each.context :] for each in scored)
     return {
         "rows": rows,
-        "scored": Scored(inverse, index, token),
+        "scored": Scored(
+            inverse,
+            _ranges([(request.first, request.scored) for request in scored]),
+            np.fromiter(tokens, dtype=np.int64, count=len(inverse)),
+        ),
         "request_indices": np.asarray(members),
         "counts": np.asarray([request.scored for request in scored]),
     }
+
+
+def _ranges(parts: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return int64 numbers, for each (first, count) of ``parts`` so many from the first on."""
+    firsts, counts = np.asarray(parts, dtype=np.int64).reshape(-1, 2).T
+    before = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(firsts - before, counts)
 
 
 LEAST = 4  # tokens of a context that is shared
@@ -443,8 +453,7 @@ class Pack(BatchPlan):
         """Return the pack as a row of ids [1, T], with segments and what hidden states score;
         ``requests``: all that were planned."""
         ids: list[int] = []
-        positions: list[np.ndarray] = []
-        queries, keys, seen = [], [], []  # of each segment
+        positions, queries, keys, seen = [], [], [], []  # of each segment
         members, flat = [], []
         for group in self.groups:
             first, shared = len(ids), len(group.prefix)
@@ -453,26 +462,29 @@ class Pack(BatchPlan):
                 (0, group.prefix),
                 *((shared, suffix) for suffix in group.suffixes),
             ]:
-                start, end = len(ids), len(ids) + len(part)
-                starts.append(start)
-                ids += part
-                positions.append(np.arange(before, before + len(part)))
+                starts.append(len(ids))
+                positions.append((before, len(part)))
                 queries.append(len(part))
                 keys.append(before + len(part))
-                seen += [np.arange(first, first + before), np.arange(start, end)]
+                seen += [(first, before), (len(ids), len(part))]
+                ids += part
             for i, suffix_index in group.request_indices:
-                request = requests[i]
+                scored = requests[
+                    i
+                ].scored  # the last ones: of the suffix, and before of the prefix
                 added = len(group.suffixes[suffix_index]) if suffix_index >= 0 else 0
-                steps = np.arange(shared + added - request.scored, shared + added)
-                shift = starts[suffix_index + 1] - shared - first if suffix_index >= 0 else 0
-                flat.append(first + steps + np.where(steps >= shared, shift, 0))
+                last = min(scored, added)
+                flat += [
+                    (first + shared - scored + last, scored - last),
+                    (starts[suffix_index + 1] + added - last, last),
+                ]
                 members.append(i)
         return PackedBatch(
             ids=np.asarray(ids, dtype=np.int64)[None],
-            positions=np.concatenate(positions)[None],
+            positions=_ranges(positions)[None],
             cu_seqlens_q=np.cumsum([0, *queries], dtype=np.int32),
             cu_seqlens_k=np.cumsum([0, *keys], dtype=np.int32),
-            keys=np.concatenate(seen) if keys != queries else None,
+            keys=_ranges(seen) if keys != queries else None,
             **_scored_by(requests, members, flat),
         )
 
