@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
@@ -116,6 +117,7 @@ class _GridRun:
     force: bool
     begun: datetime = field(default_factory=partial(datetime.now, UTC))
     quantize_ahead: Callable[[str], Future] | None = None  # of a cell, by name
+    at_once: int = sys.maxsize  # cells that run side by side
     done: dict[str, Record] = field(default_factory=dict)
     rerun: set[str] = field(default_factory=set)
 
@@ -172,6 +174,7 @@ class _GridRun:
         if isinstance(executor, Workers):  # of this host, with one cache
             ahead = partial(quantize_ahead, self.plan, out=out, cache=cache)
             self.quantize_ahead = partial(_submit, executor, ahead)
+            self.at_once = executor.processes
         # an executor over other hosts has its own ``listen``
         with getattr(executor, "listen", listening)(self.progress) as reporter:
             call = partial(run_cell, self.plan, out=out, cache=cache, reuse=not self.force)
@@ -185,7 +188,11 @@ class _GridRun:
         while True:
             unfinished = {cell.key for cell in (*waiting, *at_work.values())}
             ready = [c for c in waiting if c.base is None or c.base.key not in unfinished]
+            if ahead and len(ready) >= self.at_once - len(at_work):  # cells come first
+                ahead = {name: making for name, making in ahead.items() if not making.cancel()}
             for cell in ready:
+                if len(at_work) >= self.at_once:
+                    break  # one that is ready by then may take longer
                 making = ahead.pop(cell.name, None) if ahead else None
                 if making is not None and not making.cancel() and not making.done():
                     ahead[cell.name] = making  # it finds the weights once they are made

@@ -99,6 +99,11 @@ class Workers(Executor):
             self._slots.append(slot)
             self._free.put(slot)
 
+    @property
+    def processes(self) -> int:
+        """Return how many calls run at a time."""
+        return len(self._slots)
+
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         """Call ``fn`` in the next free process; return its future, which raises BrokenExecutor if
         the process dies. ``fn``, arguments and result are pickled."""

@@ -220,6 +220,36 @@ def test_cells_that_take_longest_begin_first(tmp_path):
     assert begun == [f"softmax/{name}" for name in ("fp32", "int8-tensor", "gptq-4bit", "rtn-4bit")]
 
 
+def test_of_the_cells_that_are_ready_when_a_process_is_free_the_longest_begins(tmp_path):
+    """Not those that were ready first, and before weights are made ahead."""
+    text = {"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32}
+    names = ["fp32", "int8-tensor", "rtn-4bit", "gptq-4bit"]
+    plan_ = planned(
+        tmp_path, quantizers=names, calibration=text, evaluation={"limit": 3, "scoring": "fast"}
+    )
+    order = [f"{of}/{name}" for name in names for of in ("softmax", "softpick")]
+    store = Store(tmp_path / "out")
+    grid = _GridRun(plan_, store, SilentProgress(), tmp_path / "cache", force=False, at_once=2)
+    ahead = {name: Future() for name in order if "gptq" in name}
+    grid.quantize_ahead = ahead.__getitem__
+    futures = {name: Future() for name in order}
+    begun = []
+
+    def submit(name, **_):
+        begun.append(name)
+        return futures[name]
+
+    with ThreadPoolExecutor(1) as thread:
+        cells = [plan_.cell(name) for name in order]
+        running = thread.submit(grid._side_by_side, cells, submit)
+        for name in ("softmax/fp32", "softpick/fp32", *order[2:]):
+            time.sleep(0.1)
+            futures[name].set_result(SimpleNamespace(key=plan_.cell(name).key))
+        running.result()
+    assert begun == order
+    assert all(making.cancelled() for making in ahead.values())
+
+
 def test_no_cell_is_run_in_a_process_whose_gpu_is_broken(tmp_path, monkeypatch):
     monkeypatch.setattr("qbench.machine._broken_device", "CUDA error")
     records = run_cells(planned(tmp_path), out=tmp_path / "out")
