@@ -111,6 +111,7 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
     assert float(values[f"{whole.units[3].name}.kl.value"]) == whole.units[3].kl.value
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_published_copys_layers_are_put_into_its_original(tmp_path):
     whole = as_llama(tmp_path / "llama")

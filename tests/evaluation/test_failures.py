@@ -117,16 +117,21 @@ def test_a_score_is_a_number_of_numpy_too(tmp_path):
 def test_a_file_that_cannot_be_loaded_costs_its_task_alone(tmp_path, data):
     """A column of texts that holds a list in one row, which datasets refuses."""
     change(data, "demo_choice", 2, query=["a"])
-    path = small_recipe(tmp_path, data=str(data), quantizers=["fp32"])
-    record, *_ = run_cells(plan(Recipe.load(path), device="cpu"), out=tmp_path / "out")
+    path = small_recipe(
+        tmp_path, data=str(data), quantizers=["fp32"], checkpoints={"a": str(DEMO / "softpick")}
+    )
+    (record,) = run_cells(plan(Recipe.load(path), device="cpu"), out=tmp_path / "out")
     assert {score.task for score in record.scores} == {"demo_lastword", "demo_pages"}
     assert re.match("demo_choice: .*test.jsonl", record.failed_tasks["demo_choice"])
 
 
 def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
     change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
-    path = small_recipe(tmp_path, data=str(data), tasks=["demo_choice"], quantizers=["fp32"])
-    (record, _) = run_cells(plan(Recipe.load(path), device="cpu"), out=tmp_path / "out")
+    path = small_recipe(
+        tmp_path, data=str(data), tasks=["demo_choice"], quantizers=["fp32"],
+        checkpoints={"a": str(DEMO / "softpick")},
+    )  # fmt: skip
+    (record,) = run_cells(plan(Recipe.load(path), device="cpu"), out=tmp_path / "out")
     assert record.status == "failed"
     assert "does not fit into evaluation.max_length" in record.error
     assert Store(tmp_path / "out").records()[0].failed_tasks == {}

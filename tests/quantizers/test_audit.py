@@ -286,20 +286,25 @@ def fitting(name, **more):
     )
 
 
-@pytest.mark.parametrize("fill", [ternary, constant, torch.zeros_like])
 @pytest.mark.parametrize("name", METHODS)
-def test_weights_of_few_values_pass(tmp_path, name, fill):
+def test_weights_of_few_values_pass(tmp_path, name):
     """As zeros after an expansion by blocks, and as a ternary model's."""
     chosen, model = fitting(name), llama()
-    for path in (LAYER, "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"):
-        weight = linears(model)[path].weight
-        weight.data = fill(weight.data)
+    layers = linears(model)
+    for part in ("mlp.down_proj", "self_attn.o_proj"):
+        for block, fill in enumerate((ternary, constant)):
+            weight = layers[f"model.layers.{block}.{part}"].weight
+            weight.data = fill(weight.data)
+    layers[LAYER].weight.data.zero_()
     report = check(make(chosen, tmp_path, model=copy.deepcopy(model)), chosen, model)
     assert report.problems == ()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in METHODS if "gptq" not in name])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("rtn-4bit", "bfloat16"), ("hqq-4bit", "float32"), ("bnb-4bit", "bfloat16"),
+     ("bnb-8bit", "float32"), ("fp8-matrix", "bfloat16")],
+)  # fmt: skip
 def test_weights_on_the_formats_own_levels_pass_and_an_unquantized_layer_does_not(
     tmp_path, name, dtype
 ):
