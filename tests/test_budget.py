@@ -223,7 +223,6 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
             raise MemoryError("stopped")
         return losses(self, *variants, **options)
 
-    monkeypatch.setattr(measure, "SAVE_EVERY", -1.0)
     monkeypatch.setattr(Baseline, "losses", stops)
     with pytest.raises(MemoryError):
         qbench(*command)
@@ -274,8 +273,8 @@ def test_gptq_costs_are_those_of_layers_that_are_calibrated_alone(tmp_path, monk
     cell, name = next(iter(cells.values())), "model.layers.3.mlp.down_proj"
 
     def output(**options):
-        place, _ = search._quantized(cell, lambda done, total: None, **options)[name]
-        return place[name](torch.linspace(-1, 1, search.layers[name].in_features))
+        layer, _ = search._quantized(cell, lambda done, total: None, **options)[name]
+        return layer(torch.linspace(-1, 1, search.layers[name].in_features))
 
     in_turn, alone = output(), output(alone=True)
     others = tuple(layer for layer in search.layers if layer != name)

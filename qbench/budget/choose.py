@@ -136,14 +136,15 @@ def smaller_groups(
         size = getattr(chosen, "group_size", None) or 0
         for group in (size, *(g for g in SMALLER_GROUPS if g < size and size % g == 0)):
             each = replace(chosen, group_size=group) if size else chosen
-            total_bits = sum(_stated_bits(each, shape) for shape in inside) + sizes.others[1]
+            bits = sum(_stated_bits(each, shape) for shape in inside) + sizes.others[1]
             name = choice.replace(f"group_size={size}", f"group_size={group}")
-            wide = each.num_bits, total_bits / numbers, name
-            candidates.append((wide, (type(each), choice.partition(":")[2]), each))
-    candidates.sort(key=itemgetter(0))
+            family = type(each), choice.partition(":")[2]
+            candidates.append((each.num_bits, bits / numbers, name, family, each))
+    candidates.sort(key=itemgetter(0, 1, 2))
     further = {}
     for budget in budgets:
-        widest = {family: (wide[2], each) for wide, family, each in candidates if wide[1] <= budget}
+        widest = {family: (name, each) for _, bits, name, family, each in candidates
+                  if bits <= budget}  # fmt: skip
         further |= dict(widest.values())
     return {name: each for name, each in further.items() if name not in settings}
 
@@ -175,12 +176,11 @@ def uniform_columns(costs: Costs, kl: Mapping[str, float]) -> dict[str, dict[str
     """Return by label the ``bits``, ``kl`` and recipe's ``entry`` of the columns that give all
     layers one choice, and LM head and embeddings, if they are layers with choices, each of theirs.
     ``kl``: by choice, with all layers quantized but these two, whose costs are added."""
-    columns = {}
     at_ends = costs.table.loc[costs.ends[0]].index if costs.ends else (UNQUANTIZED,)
+    columns = {}
     for choice, end in itertools.product(kl, at_ends):
-        ends = dict.fromkeys(costs.ends, end)
+        ends, entry = dict.fromkeys(costs.ends, end), uniform_entry(choice, end, costs.ends)
         bits, _ = costs.of(dict.fromkeys(costs.shapes, choice) | ends)
-        entry = uniform_entry(choice, end, costs.ends)
         total = kl[choice] + costs.of(ends)[1]
         columns[entry["label"]] = {"bits": bits, "kl": total, "entry": entry}
     return columns
@@ -232,11 +232,10 @@ def most_bits(costs: Costs, chosen: Mapping[str, str]) -> str:
     table["numbers"] = table["bits"] / table["width"]
 
     def means(pattern: str, form: str) -> list[str]:
-        groups = table["layer"].str.extract(pattern, expand=False)
-        sums = table.groupby(groups, sort=False)[["bits", "numbers"]].sum()
-        ranked = (sums["bits"] / sums["numbers"]).sort_values(ascending=False, kind="stable")
+        groups = table.groupby(table["layer"].str.extract(pattern, expand=False), sort=False)
+        ranked = groups["bits"].sum() / groups["numbers"].sum()
+        ranked = ranked.sort_values(ascending=False, kind="stable")
         return [form.format(*each) for each in ranked.items()]
 
-    layers = means(r"^\D*(\d+)", "{} ({:.2f})")[:3]
-    projections = ", ".join(means(r"([^.]+)$", "{} {:.2f}"))
-    return f"bits per weight: {projections}; most in layers {', '.join(layers)}"
+    projections, layers = means(r"([^.]+)$", "{} {:.2f}"), means(r"^\D*(\d+)", "{} ({:.2f})")
+    return f"bits per weight: {', '.join(projections)}; most in layers {', '.join(layers[:3])}"

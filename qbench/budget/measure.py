@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from qbench.budget.choose import UNQUANTIZED, Costs
 from qbench.cell import as_measured, calibration_of, load, quantized_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import UnavailableError
-from qbench.files import content_key, digest_of, write_atomically
+from qbench.files import content_key, digest_of, replacing
 from qbench.machine import free
 from qbench.plan import Cell, Plan
 from qbench.progress import Advance, Progress
@@ -35,9 +34,7 @@ from qbench.quantizers.texts import CalibrationText
 from qbench.records import KEY_DIGITS
 from qbench.streaming import is_sharded, stream_of
 
-# by layer: module name → module, what takes its place in the model; and the bits stored of it
-Places = dict[str, tuple[dict[str, nn.Module], float]]
-SAVE_EVERY = 20.0  # seconds between two writes of unfinished costs
+Layers = Mapping[str, tuple[nn.Module, float]]  # by name: a quantized layer, the bits stored of it
 BATCH_TOKENS = 8192  # read at once
 
 
@@ -122,23 +119,21 @@ class Search:
         self.reused |= bool(kept)
         if "kl" in kept:
             return kept
-        places = self._quantized(cell, lambda done, total: advance(done / total / 2), alone=True)
-        layers, saved = kept.setdefault("layers", {}), time.monotonic()
-        missing = [name for name in places if name not in layers]
+        made = self._quantized(cell, lambda done, total: advance(done / total / 2), alone=True)
+        layers = kept.setdefault("layers", {})
+        missing = [name for name in made if name not in layers]
         for _, block in itertools.groupby(missing, self.baseline.block_of):
-            parts = {name: places[name] for name in block}
-            kl = self._kl(cell, *(place for place, _ in parts.values()))
-            layers |= {name: (bits, kl.pop(0)) for name, (_, bits) in parts.items()}
-            advance((1 + len(layers) / len(places)) / 2)
-            if time.monotonic() - saved >= SAVE_EVERY:
-                write_atomically(path, json.dumps(kept).encode())
-                saved = time.monotonic()
+            names = [*block]
+            measured = self._kl(cell, *({name: made[name]} for name in names))
+            layers |= {n: (made[n][1], kl) for n, kl in zip(names, measured, strict=True)}
+            _keep(path, kept)
+            advance((1 + len(layers) / len(made)) / 2)
         weights = cell.quantization.weights
         if weights is not None and weights.needs_calibration:
-            places = self._quantized(cell, lambda done, total: None)
-        inside = [place for name, (place, _) in places.items() if name not in self.sizes.ends]
-        [kept["kl"]] = self._kl(cell, ChainMap(*inside))
-        write_atomically(path, json.dumps(kept).encode())
+            made = self._quantized(cell, lambda done, total: None)
+        inside = {name: each for name, each in made.items() if name not in self.sizes.ends}
+        [kept["kl"]] = self._kl(cell, inside)
+        _keep(path, kept)
         return kept
 
     def whole(self, cell: Cell) -> float:
@@ -146,43 +141,42 @@ class Search:
         path, kept = self._kept("whole", cell)
         if "kl" not in kept:
             self._stage(cell.label)
-            places = [place for place, _ in self._quantized(cell, self._advance).values()]
-            [kept["kl"]] = self._kl(cell, ChainMap(*places))
-            write_atomically(path, json.dumps(kept).encode())
+            [kept["kl"]] = self._kl(cell, self._quantized(cell, self._advance))
+            _keep(path, kept)
         return kept["kl"]
 
-    def _quantized(self, cell: Cell, advance: Advance, *, alone: bool = False) -> Places:
-        """Return what takes the layers' places in the quantized ``cell``, whose weights stay in the
-        cache, where a run finds them; of an unquantized one, layers with other last bits.
-        ``alone``: all layers are calibrated on the unquantized model's inputs; nothing is kept."""
+    def _quantized(self, cell: Cell, advance: Advance, *, alone: bool = False) -> Layers:
+        """Return the layers of the quantized ``cell``, whose weights stay in the cache, where a run
+        finds them; of an unquantized one, layers with other last bits. ``alone``: all layers are
+        calibrated on the unquantized model's inputs; nothing is kept."""
         weights = cell.quantization.weights
         if weights is None:
-            made = {name: (_other_last_bits(layer), bits_of([layer.weight]))
+            return {name: (_other_last_bits(layer), bits_of([layer.weight]))
                     for name, layer in self.layers.items()}  # fmt: skip
+        free(self._plan.device)
+        model = copy.deepcopy(self.model)
+        if alone:
+            for name, layer in linear.linears(model).items():
+                layer.forward = self.layers[name].forward  # whatever becomes of its weights
+            calibration = calibration_of(cell, self.tokenizer)
+            with torch.no_grad():
+                tensors, _ = make(model, cell.quantization, calibration, advance)
+            model = apply(model, cell.quantization, tensors)
         else:
-            free(self._plan.device)
-            model = copy.deepcopy(self.model)
-            if alone:
-                for name, layer in linear.linears(model).items():
-                    layer.forward = self.layers[name].forward  # whatever becomes of its weights
-                calibration = calibration_of(cell, self.tokenizer)
-                with torch.no_grad():
-                    tensors, _ = make(model, cell.quantization, calibration, advance)
-                model = apply(model, cell.quantization, tensors)
-            else:
-                model, _ = quantized_model(cell, model, self.tokenizer, self.cache, advance)
-            made = {}
-            ends = linear.named_ends(self.model, weights)
-            for name in linear.linears(self.model, weights.ignore) | ends:
-                stored = unpack(model, name, weights.for_layer(name)).tensors.values()
-                made[name] = linear.layer_of(model, name), bits_of(stored)
-        return {name: (linear.in_place(self.model, name, module), bits)
-                for name, (module, bits) in made.items()}  # fmt: skip
+            model, _ = quantized_model(cell, model, self.tokenizer, self.cache, advance)
+        stored = {name: unpack(model, name, weights.for_layer(name)).tensors.values()
+                  for name in linear.linears(self.model, weights.ignore)
+                  | linear.named_ends(self.model, weights)}  # fmt: skip
+        return {n: (linear.layer_of(model, n), bits_of(tensors)) for n, tensors in stored.items()}
 
-    def _kl(self, cell: Cell, *variants: Mapping[str, nn.Module]) -> list[float]:
-        """Return the KL divergence, nats per token, with each of ``variants``, modules of the
-        quantized ``cell`` by name, in the model."""
-        return self.baseline.losses(*variants, choice=cell.label)[:, 0].mean(1).tolist()
+    def _kl(self, cell: Cell, *variants: Layers) -> list[float]:
+        """Return the KL divergence, nats per token, with each of ``variants``, layers of the
+        quantized ``cell``, in the model."""
+        places = (
+            ChainMap(*(linear.in_place(self.model, n, layer) for n, (layer, _) in each.items()))
+            for each in variants
+        )
+        return self.baseline.losses(*places, choice=cell.label)[:, 0].mean(1).tolist()
 
     def _kept(self, kind: str, cell: Cell) -> tuple[Path, dict[str, Any]]:
         """Return the file of the cache for the numbers ``kind`` of ``cell``, and those in it."""
@@ -192,6 +186,12 @@ class Search:
         with suppress(OSError, ValueError, TypeError):
             return path, dict(json.loads(path.read_bytes()))
         return path, {}
+
+
+def _keep(path: Path, numbers: dict[str, Any]) -> None:
+    """Write ``numbers`` into the file ``path`` of the cache."""
+    with replacing(path, sync=False) as making:
+        making.write_text(json.dumps(numbers))
 
 
 def bits_of(tensors: Iterable[Tensor]) -> float:

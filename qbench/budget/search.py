@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib import rc_context
-from matplotlib.colors import BoundaryNorm
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from qbench.budget import choose
@@ -157,11 +157,11 @@ def report(
     texts = {each["mix"]: each["text"] for each in results["certificates"]}
     for mix in mixes:
         label, total, measured = mix["label"], mix["sum"], mix["kl"]
-        nothing = "no uniform column is as small, so there is none to compare with."
-        nothing = "not compared, since a cell failed." if mix["best_uniform"] else nothing
+        nothing = "no uniform column is as small, so there is none to compare with"
+        reason = "not compared, since a cell failed" if mix["best_uniform"] else nothing
         factor = f" (× {measured / total:.2f})" if total > 0 else ""
         lines += [
-            texts.get(label, f"{label}: {nothing}"),
+            texts.get(label, f"{label}: {reason}."),
             "  the layers' costs, above the floor of rounding, sum to a KL of "
             f"{total:.2g}, and the mix measures {measured:.2g}{factor} on the text of the search",
             f"  {mix['asks']}",
@@ -196,18 +196,17 @@ def draw(results: Mapping[str, Any]) -> Figure:
     top.set(xlabel="bits per weight", ylabel="KL (nats per token)", yscale="log")
     top.grid(visible=True)
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above, where no point lies
-    norm = BoundaryNorm([2, 3, 4, 6, 10, 17], 256)
     for axes, mix in zip(charts, mixes, strict=True):
         widths = {name: bits for name, (_, bits) in mix["layers"].items()}
         rows = {n.rpartition(".")[2]: names for n, names in alike(widths).items() if "*" in n}
         grid = pd.DataFrame([map(widths.get, names) for names in rows.values()])
         alone = [f"; {n} {widths[n]:.2f}" for n in alike(widths) if "*" not in n]
-        image = axes.imshow(grid, cmap="viridis_r", norm=norm, interpolation="nearest")
+        image = axes.imshow(grid, cmap="viridis_r", norm=LogNorm(2, 16), interpolation="nearest")
         axes.set_yticks(range(len(rows)), rows, fontsize=6)
         axes.locator_params(axis="x", integer=True)
         axes.set_title(f"{mix['label']}: width of each layer{''.join(alone)}")
     axes.set_xlabel("decoder layer")
-    bar = figure.colorbar(image, ax=axes, location="bottom", spacing="uniform", aspect=50,
-                          ticks=[2.5, 3.5, 5, 8, 13.5])  # fmt: skip
-    bar.ax.set_xticklabels(["2 bits", "3", "4", "8", "16"])
+    bar = figure.colorbar(image, ax=axes, location="bottom", aspect=50, label="bits per weight",
+                          ticks=[2, 3, 4, 8, 16], format="{x:g}")  # fmt: skip
+    bar.minorticks_off()
     return figure
