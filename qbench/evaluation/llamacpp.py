@@ -337,14 +337,14 @@ class LlamaCppScorer(Scorer):
             longest=self.settings.max_length, progress=self._progress,
         )  # fmt: skip
 
-    def _score(
+    def _queue(
         self,
         backend: Any,
         requests: Sequence[Request],
         windows: bool,
         counts: Counts,
         observer: Observer | None = None,
-    ) -> list[LogLikelihood]:
+    ) -> Callable[[], list[LogLikelihood]]:
         answers = []
         for number, request in enumerate(requests):
             answers.append(self._answer(request, observer))
@@ -352,7 +352,7 @@ class LlamaCppScorer(Scorer):
             counts.tokens += len(request.tokens) - 1
             if self._progress is not None:
                 self._progress(number + 1, len(requests))
-        return answers
+        return lambda: answers
 
     def _answer(self, request: Request, observer: Observer | None) -> LogLikelihood:
         """Return (log-likelihood in nats, whether greedy); show the logits to the observer."""

@@ -2,7 +2,6 @@
 
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -111,11 +110,11 @@ def test_a_bias_that_could_move_a_headline_fails(kind, amplifies, shift, fails):
     _, fast = scorers(llama(), sample=8, amplifies_rounding=amplifies, max_length=64)
     right = fast._queue
 
-    def biased(backend, *rest):
-        off = shift if backend is fast.fast else 0
-        return [
-            (batch, replace(scores, log_probability=scores.log_probability + off))
-            for batch, scores in right(backend, *rest)
+    def biased(backend, requests, *rest):
+        scores, off = right(backend, requests, *rest), shift if backend is fast.fast else 0
+        return lambda: [
+            (score + off * request.scored, greedy)
+            for (score, greedy), request in zip(scores(), requests, strict=True)
         ]
 
     fast._queue = biased

@@ -344,11 +344,11 @@ class Scorer(LM):
             observer = self._observer
             if observer is not None:
                 observer.begin(instances, lengths.tolist(), self.head)
-            results = self._queue(backend, requests, windows, self._counts, observer)
+            queued = self._queue(backend, requests, windows, self._counts, observer)
 
             @cache
             def scores() -> list[LogLikelihood]:
-                in_input_order = in_order(results, len(requests), exact=backend.exact)
+                in_input_order = queued()
                 if observer is not None:
                     observer.end()
                 return in_input_order
@@ -393,9 +393,9 @@ class Scorer(LM):
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
             added = [requests[i] for i in new]
-            results = self._queue(self._reference, added, windows, Counts())
+            queued = self._queue(self._reference, added, windows, Counts())
             scores = fast()
-            exact |= dict(zip(new, in_order(results, len(new), exact=True), strict=True))
+            exact |= dict(zip(new, queued(), strict=True))
             difference = compare(
                 task,
                 documents=[documents[i] for i in indexes],
@@ -421,8 +421,9 @@ class Scorer(LM):
         windows: bool,
         counts: Counts,
         observer: Observer | None = None,
-    ) -> list[tuple[Batch, RowScores]]:
-        """Return batches of ``requests`` and their scores, which a GPU may still be computing."""
+    ) -> Callable[[], list[LogLikelihood]]:
+        """Score batches of ``requests``, which a GPU may go on with; return a function that waits
+        for the scores, in the order of ``requests``."""
         plans = backend.batching.plan(requests, windows=windows)
         results: list[tuple[Batch, RowScores]] = []
         done = 0
@@ -436,7 +437,7 @@ class Scorer(LM):
             results += self._run(backend, part, requests, counts, observer, tell)
             tell(1.0)
             done += count
-        return results
+        return lambda: in_order(results, len(requests), exact=backend.exact)
 
     def _run(
         self,
