@@ -94,14 +94,15 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
         scoring=None,  # nothing is scored
         base=None,
     )
-    if (runtime := cell.quantization.runtime) != "transformers":
-        raise ResultsError(
-            f"{name}: this cell runs in {runtime}, not in transformers; to export it, copy its "
-            "own files"
-        )
-    tokenizer = load_tokenizer(checkpoint)
-    if isinstance(cell.quantization.weights, LibraryMade):
+    tokenizer, runtime = load_tokenizer(checkpoint), cell.quantization.runtime
+    if made := isinstance(cell.quantization.weights, LibraryMade):
         cell, how = with_made_copy(cell, calibration_of(cell, tokenizer), cache, device)
+    if runtime != "transformers":
+        files = cell.quantization.weights.path if made else "its own files"
+        raise ResultsError(
+            f"{name}: this cell runs in {runtime}, not in transformers; to ship it, copy {files}"
+        )
+    if made:
         model = load_copy(cell, device, fallback=True)
     elif cell.quantization.weights is not None and cell.quantization.weights.prequantized:
         raise ResultsError(f"{name}: this cell is a published copy; to export it, copy its files")
