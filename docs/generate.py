@@ -327,15 +327,20 @@ def over_seeds(kind, quantizers, task) -> str:
     return f"× {mean} [{low}, {high}]"
 
 
-def repeated(training) -> int:
-    """Return the last step that later code repeated of a training of kinds-27m: all that was logged
-    up to there is equal, but speeds."""
-    folder, speeds = ROOT / "results" / "kinds-27m" / "training" / training, ("tokens_per_s", "mfu")
-    lines = [(folder / name).read_text("utf-8") for name in ("log.jsonl", "again.jsonl")]
-    rows = [[json.loads(line).items() for line in text.splitlines()] for text in lines]
-    first, again = ([{k: v for k, v in row if k not in speeds} for row in each] for each in rows)
-    assert first[: len(again)] == again
-    return again[-1]["step"]
+def repeated() -> int:
+    """Return how many trainings of kinds-27m later code repeated: all that was logged is equal, but
+    speeds."""
+    logs = [*(ROOT / "results" / "kinds-27m" / "training").glob("*/again.jsonl")]
+    for path in logs:
+        first, again = (
+            [
+                {k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "mfu")}
+                for line in each.read_text("utf-8").splitlines()
+            ]
+            for each in (path.with_name("log.jsonl"), path)
+        )
+        assert first == again, path
+    return len(logs)
 
 
 def gate_share(kind, part) -> str:
