@@ -48,7 +48,6 @@ from qbench.errors import (
 from qbench.evaluation.settings import (
     BATCH_SIZE,
     SAMPLE,
-    SHARED_SCALE_TOKENS,
     WINDOW_BATCH_SIZE,
     Chat,
     Mode,
@@ -751,9 +750,6 @@ def scoring_settings(
     if mode == "auto":
         mode = "fast" if device == "cuda" else "exact"
     automatic = evaluation.batch_size == "auto"
-    tokens = [batch_tokens(device, checkpoint.config)]
-    if not quantization.batch_invariant:
-        tokens.append(SHARED_SCALE_TOKENS)
     chat = None
     if evaluation.apply_chat_template or evaluation.system_instruction is not None:
         chat = Chat(
@@ -766,7 +762,7 @@ def scoring_settings(
         max_length=min(lengths),
         batch_size=BATCH_SIZE[device] if automatic else evaluation.batch_size,
         window_batch_size=WINDOW_BATCH_SIZE[device] if automatic else evaluation.batch_size,
-        batch_tokens=min(tokens) if mode == "fast" else None,
+        batch_tokens=batch_tokens(device, checkpoint.config) if mode == "fast" else None,
         add_bos=evaluation.add_bos,
         softmax_dtype=evaluation.softmax_dtype,
         sample=SAMPLE[device] if mode == "fast" else 0,

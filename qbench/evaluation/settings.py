@@ -148,8 +148,6 @@ SAMPLE = {"cuda": 32, "cpu": 8}
 # the weights at 340M parameters. Logits are computed in parts of a fixed size.
 PACK_ELEMENTS = 32_768 * 1_024
 LEAST_BATCH_TOKENS = 1_024
-# A scale that a batch shares grows with it: about the tokens of lm-eval's batches of 64 requests.
-SHARED_SCALE_TOKENS = 8_192
 UNKNOWN_HIDDEN_SIZE = 8_192  # of a configuration that states none
 
 

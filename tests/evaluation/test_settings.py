@@ -39,7 +39,7 @@ def resolved(device="cuda", config=SMALL, own_length=4096, shares_scales=False, 
     ("device", "shares_scales", "mode", "sizes"),
     [
         ("cuda", False, "fast", (64, 8, 32_768, 32)),
-        ("cuda", True, "fast", (64, 8, 8_192, 32)),  # as large as lm-eval's batches
+        ("cuda", True, "fast", (64, 8, 32_768, 32)),
         ("cpu", False, "exact", (8, 1, None, 0)),
         ("cpu", True, "exact", (8, 1, None, 0)),
     ],
