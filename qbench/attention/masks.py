@@ -168,6 +168,8 @@ BLOCKS_JOINED_LAST = hasattr(
     masking_utils, "packed_sequence_compatibility_function"
 ) or not hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
+CLOSURES_TRACED = torch.__version__ >= (2, 14)
+
 
 def _is_packed(mask_function: Callable) -> bool:
     """Return whether transformers' ``mask_function`` is causal within packed sequences, without
@@ -175,10 +177,9 @@ def _is_packed(mask_function: Callable) -> bool:
     the functions of transformers 5.24: then the answer is False, and a dense mask is made."""
     if BLOCKS_JOINED_LAST or mask_function.__name__ != "and_mask":
         return mask_function.__name__ == "and_mask"
-    try:
-        cells = mask_function.__closure__
-    except AttributeError:
+    if not CLOSURES_TRACED and torch.compiler.is_compiling():
         return False
+    cells = mask_function.__closure__ or ()
     return all(part.__name__ != "or_mask" for cell in cells for part in cell.cell_contents)
 
 
