@@ -172,6 +172,11 @@ class Row:
             if name == contrast and hasattr(effect, "p")
         }
 
+    def effect(self, contrast: str, group: str) -> Effect | None:
+        """Return the effect of a contrast in a checkpoint or group; None without an interval."""
+        effect = self.effects.get((contrast, group))
+        return effect if hasattr(effect, "p") else None
+
     def delta(self, checkpoint: str) -> float | None:
         """Return the score of ``checkpoint`` minus the baseline checkpoint's, in its units; None if
         one of them has none."""
@@ -181,7 +186,7 @@ class Row:
     def mean(self, group: str) -> float | None:
         """Return the mean of the scores of a group of trainings; None if it has no effect, or is a
         single checkpoint."""
-        effect = self.of("scores").get(group)
+        effect = self.effect("scores", group)
         if effect is None or not effect.seeds:
             return None
         return fmean(map(math.exp, effect.each) if self.ratio else effect.each)

@@ -347,7 +347,7 @@ def _effects(comparison: Comparison, contrast: str, group: str) -> Iterator[tupl
     """Yield (row, effect) of each row that has an effect of this contrast and group and is neither
     redundant nor of the model's answers; rows over seeds if there are several."""
     for row in comparison.seeds or comparison.lines:
-        answer = row.of(contrast).get(group)
+        answer = row.effect(contrast, group)
         if answer is not None and not row.redundant and row.task != ANSWERS:
             yield row, answer
 

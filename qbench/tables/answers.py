@@ -91,7 +91,7 @@ def _along(row: Row | None, checkpoint: str, damage: AnswerDamage | None) -> dic
     names = ("KL along answers", "Same token", "Same answer", "Parts after")
     if damage is None or row is None:
         return dict.fromkeys(names, "")
-    mean, score = row.entries[checkpoint].value, row.of("scores").get(checkpoint)
+    mean, score = row.entries[checkpoint].value, row.effect("scores", checkpoint)
     kl = nats(math.log(mean)) if mean else "0"
     if score is not None:
         kl += f" [{nats(score.low)}, {nats(score.high)}]"

@@ -79,7 +79,7 @@ def _about(line: Row) -> dict[str, object]:
 def _row(line: Row, entry: RowValue) -> dict[str, object]:
     """Return the CSV row of one score: its cell, interval, Δ, damage and
     difference-in-differences."""
-    score = line.of("scores").get(entry.checkpoint)
+    score = line.effect("scores", entry.checkpoint)
     activations, kv_cache = line.precision.activations, line.precision.kv_cache
     row: dict[str, object] = {
         **_about(line),

@@ -371,8 +371,8 @@ def _damages(method: MethodLines, damaged: Sequence[Row]) -> list[Table]:
             cells += _effect_cells(row, f"{group}’s damage", "damages", group)
         for other, claim in claims.items():
             cells += _effect_cells(row, claim, "differences", other, "each" if method.seeds else "")
-        effects = [row.of("damages").get(group) for group in groups]
-        effects += [row.of("differences").get(other) for other in others]
+        effects = [row.effect("damages", group) for group in groups]
+        effects += [row.effect("differences", other) for other in others]
         rows.append([*cells, ("Documents", _counts(effects))])
     if method.seeds:
         notes = seed_notes(method.comparison, damaged, ("damages", "differences"))

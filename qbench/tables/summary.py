@@ -35,9 +35,13 @@ def summary(comparison: Comparison) -> str:
         cells = [[row[name] for name in shown] for row in rows]
         return table(shown, cells, align="l" + "r" * (len(shown) - 1))
 
-    if len(text().splitlines()[1]) > WIDTH:  # intervals go first
+    def widths() -> list[int]:
+        return [len(part) + 1 for part in text().splitlines()[1].split("|")[1:-1]]
+
+    if sum(widths()) >= WIDTH:  # intervals go first
         rows = [{**row, "KL": row["KL"].partition(" [")[0]} for row in rows]
-    while len(shown) > 4 and len(text().splitlines()[1]) > WIDTH:
+    columns = widths()
+    while len(shown) > 4 and sum(columns[: len(shown)]) >= WIDTH:
         shown.pop()
     hidden = [name for name in rows[0] if name not in shown]
     notes = legend(comparison, [{name: row[name] for name in shown} for row in rows], shown[4:])
