@@ -42,6 +42,7 @@ PAIRS = {  # folders that were measured on the same models
     "gptq": ("gptq-library", "gptq-library-b"),
     "gptq seeds": ("gptq-seeds", "gptq-seeds-b", "gptq-seeds-c", "gptq-seeds-d"),
     "kinds": ("kinds-27m", "kinds-27m-gate"),
+    "kinds answers": ("kinds-27m-answers",),
     "kinds short": ("kinds-27m-short",),
 }
 BUDGETS = {
@@ -354,6 +355,20 @@ def gate_share(kind, part) -> str:
     return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
 
 
+def answered(quantizer, column) -> list[float]:
+    """Return a number of each kind's table of answers, in the order of results/kinds-27m-answers:
+    of the row ``quantizer`` the ``column``, such as "Same answer" in per cent."""
+    numbers = []
+    for kind in dict.fromkeys(pair("kinds answers").checkpoint):
+        head, _, *rows = (
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in table_of("kinds-27m-answers", f"Answers of {kind}").splitlines()
+        )
+        (row,) = (row for row in rows if row[0] == quantizer)
+        numbers.append(float(row[head.index(column)].strip(" %‡").replace("−", "-")))
+    return numbers
+
+
 def layer_shares(kind, part) -> list[float]:
     """Return, by measured seed of the kinds that the pattern ``kind`` matches, how many per cent of
     the summed KL of all linear layers, quantized one at a time, the layers named ``part`` have; of
@@ -392,8 +407,8 @@ def has(name, quantizer) -> bool:
 def verdict(name, one, quantizers, tasks=("all",)) -> str:
     """Return how the KL of ``one`` compares with softmax's under ``quantizers``, as "**less**, ×
     0.71": in words if every seed agrees under each and on the texts of each of ``tasks``, bold if
-    that is of several seeds and of all ``quantizers``, else "open" with the number of ratios below
-    1, and the geometric mean of the ratios."""
+    that is of several seeds and of all ``quantizers``, else "open 2 of 9" with the number of
+    ratios below 1, and the geometric mean of the ratios."""
     cells = product(quantizers, tasks)
     gaps = pd.concat([kl_gaps(name, "", one, quantizer=each, task=task) for each, task in cells])
     bold = "**" if gaps.shape[1] > 1 and not gaps.isna().any(axis=None) else ""
@@ -402,7 +417,7 @@ def verdict(name, one, quantizers, tasks=("all",)) -> str:
         return "not run"
     less, count = int((ratios < 0).sum()), len(ratios)
     words = {count: f"{bold}less{bold}", 0: f"{bold}more{bold}"}.get(
-        less, f"open ({less} of {count} less)"
+        less, f"open {less} of {count}"
     )
     return f"{words}, × {rounded(math.exp(ratios.mean()), 2)}"
 
@@ -580,7 +595,7 @@ FUNCTIONS = (
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
     answers, table_of, replicated, has, verdict, of_kind, by_seed, over_seeds, seed_count,
-    gate_share, repeated, layer_shares, seeds_text, training_seconds,
+    gate_share, repeated, answered, layer_shares, seeds_text, training_seconds,
 )  # fmt: skip
 
 
