@@ -164,10 +164,11 @@ class Search:
             model = apply(model, cell.quantization, tensors)
         else:
             model, _ = quantized_model(cell, model, self.tokenizer, self.cache, advance)
-        stored = {name: unpack(model, name, weights.for_layer(name)).tensors.values()
-                  for name in linear.linears(self.model, weights.ignore)
-                  | linear.named_ends(self.model, weights)}  # fmt: skip
-        return {n: (linear.layer_of(model, n), bits_of(tensors)) for n, tensors in stored.items()}
+        names = linear.linears(self.model, weights.ignore) | linear.named_ends(self.model, weights)
+        return {
+            n: (linear.layer_of(model, n), bits_of(unpack(model, n, of_layer).tensors.values()))
+            for n, of_layer in ((name, weights.for_layer(name)) for name in names)
+        }
 
     def _kl(self, cell: Cell, *variants: Layers) -> list[float]:
         """Return the KL divergence, nats per token, with each of ``variants``, layers of the

@@ -53,10 +53,8 @@ def search(
     began = time.monotonic()
     plan = plan_of([*choices, *(peer for peer in peers if peer not in choices)])
     checkpoint = plan.cells[0].checkpoint_name
-    fitted = (cell.quantization.weights for cell in plan.cells[1:])
-    settings = {
-        choose.with_group_size(*each): each[1] for each in zip(choices, fitted, strict=False)
-    }
+    fitted = zip(choices, (cell.quantization.weights for cell in plan.cells[1:]), strict=False)
+    settings = {choose.with_group_size(*each): each[1] for each in fitted}
     text["progress"].begin(checkpoint)
     searched = measure.Search(plan=plan, **text)
     sizes, ends = searched.sizes, searched.sizes.ends
