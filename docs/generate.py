@@ -50,8 +50,7 @@ BUDGETS = {
     "budget-smollm2-alone": "SmolLM2-135M-Instruct, three budgets",
     "budget-smollm2-head": "SmolLM2-135M-Instruct, embeddings and LM head (one matrix) too",
     "budget-smollm2-llamacpp": "SmolLM2-135M-Instruct beside llama.cpp’s mixes",
-    "budget-smollm2-peers": "SmolLM2-135M-Instruct beside AutoRound’s own search",
-    "budget-smollm2-autoround": "SmolLM2-135M-Instruct beside AutoRound, an earlier search",
+    "budget-smollm2-peers": "SmolLM2-135M-Instruct beside AutoRound and its own search",
     "budget-gemma3": "Gemma 3 270M",
     "budget-softmax": "27M, softmax", "budget-softpick": "27M, softpick",
     "budget-340m": "The 340M shape, random weights",
@@ -571,8 +570,12 @@ def budgets() -> list[dict[str, Any]]:
             "by_label": {mix["label"]: mix for mix in values["mixes"]},
         })  # fmt: skip
         kl = {each["label"]: each["kl"] for each in values["uniform"]}
+        ratios = {each["mix"]: each.get("ratio") for each in values["certificates"]}
         for mix in values["mixes"]:
-            mix["uniform_kl"] = kl.get(mix["best_uniform"])
+            mix["uniform_kl"], mix["ratio"] = kl.get(mix["best_uniform"]), ratios.get(mix["label"])
+            mix["choices"] = len(values["costs"])
+        for peer in values["peers"]:
+            results[-1]["by_label"][peer["mix"]][peer["other"]] = peer.get("ratio")
     return results
 
 
