@@ -14,6 +14,7 @@ from qbench.store import Store
 RTN, GPTQ, HQQ = "softpick/rtn-4bit", "softpick/gptq-4bit", "softpick/hqq-3bit"
 TASK = "demo_pages"
 ONE = {"checkpoints": {"softpick": str(DEMO / "softpick")}, "tasks": [TASK]}
+SLOW = pytest.mark.slow
 LAYER = "model.layers.1.self_attn.v_proj"
 
 
@@ -56,7 +57,7 @@ def gates_of(recipe, tmp_path, monkeypatch, standard):
     return ask
 
 
-@pytest.mark.parametrize("cell", [RTN, GPTQ, HQQ])
+@pytest.mark.parametrize("cell", [GPTQ, *(pytest.param(name, marks=SLOW) for name in (RTN, HQQ))])
 def test_the_same_quantizer_passes_with_the_same_bits(gates_of, cell):
     gates = gates_of(cell)
     assert {gate.outcome for gate in gates.values()} == {"pass"}
@@ -64,7 +65,10 @@ def test_the_same_quantizer_passes_with_the_same_bits(gates_of, cell):
     assert gates[TASK, "word_perplexity"].reason == "same outcomes on all 8 documents"
 
 
-@pytest.fixture(params=[(RTN, 1.05), (GPTQ, 1.03), (HQQ, 1.03)], ids=["rtn", "gptq", "hqq"])
+@pytest.fixture(
+    params=[(RTN, 1.05), pytest.param((GPTQ, 1.03), marks=SLOW), (HQQ, 1.03)],
+    ids=["rtn", "gptq", "hqq"],
+)
 def scaled(request, monkeypatch):
     """A cell whose scales are all too large by a few per cent."""
     from qbench.quantizers import hqq, packed

@@ -15,7 +15,6 @@ from packaging.version import Version
 from published_copies import (
     BF16,
     DEMO,
-    FORMATS,
     awq,
     bitnet,
     changed,
@@ -51,7 +50,10 @@ ROUNDS_CACHES = Version(transformers.__version__).release < (5, 24)
 # groups off the file: the audit finds those right.
 OLDER = Version(transformers.__version__).release < (5, 23)
 TASKS = ("demo_choice",)
-MORE_FORMATS = ("ct-w4a16-asym", "ct-fp8-block", "fp8", "mxfp8", "metal", "gemma")
+MORE_FORMATS = (
+    "bnb-int8", "torchao-int8", "ct-fp8", "ct-w4a16-asym", "ct-fp8-block", "fp8", "mxfp8", "metal",
+    "gemma",
+)  # fmt: skip
 WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-fp8-block", "ct-nvfp4")
 
 
@@ -100,7 +102,7 @@ def audited(found, name="base/copy"):
     [
         *(
             pytest.param(name, marks=needs_vnni if name == "torchao-w8a8" else ())
-            for name in (*FORMATS, "ct-nvfp4", "gptq")
+            for name in ("bnb-nf4", "torchao-w8a8", "ct-w4a16", "ct-w8a8", "ct-nvfp4", "gptq")
         ),
         *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FORMATS),
     ],
@@ -244,7 +246,7 @@ def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(copies, tmp_path):
     [
         ("gpt_oss", mxfp4, 4.25, 0.79),  # all experts in one tensor; its attention stays
         ("qwen3_moe", fp8, 8.002, 0.99),  # the halves of an expert's matrix apart
-        ("qwen3_moe", fp8_rows, 8.125, 0.99),
+        pytest.param("qwen3_moe", fp8_rows, 8.125, 0.99, marks=pytest.mark.slow),
         ("mixtral", fp8_rows, 8.125, 0.99),  # its files have older names of experts
     ],
 )
@@ -282,7 +284,7 @@ def test_experts_that_transformers_loads_not_are_refused_in_a_line(tmp_path):
         load(found.cell("base/copy"), found)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "granitemoe"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "granitemoe"])
 def test_experts_that_a_library_left_alone_are_counted_as_they_are(kind, tmp_path):
     source = experts(kind, tmp_path / "original")
     copy = copy_of(source, "bnb-nf4", tmp_path / "copy")

@@ -79,8 +79,9 @@ def test_an_audit_is_the_same_against_a_copy_of_the_original(tmp_path, monkeypat
         quantizers = ["fp32", "gptq-4bit", "rtn-4bit+int8-token+rotation"]
         made = planned(
             folder,
+            checkpoints={"softpick": str(DEMO / "softpick")},
             quantizers=quantizers,
-            calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 128},
+            calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 64},
         )
         records = run_cells(made, out=folder / "out", cache=folder / "cache")
         assert all(record.audit.passed for record in records)

@@ -64,7 +64,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bits(tmp_path, train, 
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("first", [1, 7])
+@pytest.mark.parametrize("first", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_stops_at_any_step_change_no_bit(tmp_path, train, trained, first):
     settings = {"normalizers": ["softmax"]}
     assert train(tmp_path, stop_after=first, **settings) == []

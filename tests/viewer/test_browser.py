@@ -301,12 +301,13 @@ def test_real_results_from_the_answer_to_a_document_and_why(at, page, name):
 def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_cache):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "In the old town of"}\n')
-    answers = {"prompts": str(prompts), "max_new_tokens": 24}
-    recipe = small_recipe(tmp_path, tasks=["demo_choice"], answers=answers)
+    answers = {"prompts": str(prompts), "max_new_tokens": 8}
+    checkpoints = {"softpick": str(DEMO / "softpick")}
+    recipe = small_recipe(tmp_path, checkpoints=checkpoints, tasks=["demo_choice"], answers=answers)
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
     sources = Sources(DEMO / "data", DEMO / "tasks")
     running = serve(tmp_path / "out", texts=partial(document_texts, sources))
-    cells = "cell=softmax/rtn-4bit&cell=softpick/rtn-4bit"
+    cells = "cell=softpick/fp32&cell=softpick/rtn-4bit"
     page.goto(f"{running.address}#view=document&task=demo_choice&document=1&{cells}")
     page.wait_for_selector("tr.right >> text=right answer")
     assert page.locator("tr.right").count() == 1
@@ -314,7 +315,7 @@ def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_c
     page.goto(f"{running.address}#view=document&task=answers&document=0&cell=softpick/rtn-4bit")
     page.wait_for_selector("h2:has-text('softpick/fp32 answered, read by rtn-4bit')")
     assert page.locator("pre.text").inner_text() == "In the old town of"
-    assert page.locator(".tokens").first.locator("span").count() == 24
+    assert page.locator(".tokens").first.locator("span").count() == 8
     assert "KL" in page.locator(".tokens span").first.get_attribute("title")
     store = Store(tmp_path / "out")
     cell = next(cell for cell in store.manifest().cells if cell.cell == "softpick/rtn-4bit")
