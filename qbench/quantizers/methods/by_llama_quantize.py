@@ -17,7 +17,7 @@ PROGRAM = "llama-quantize"
 MIXES = ("q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s")
 
 
-@maker("gguf-{type}", f"GGUF by llama.cpp's {PROGRAM}, mix {{type}}; runs on the CPU", type=MIXES)
+@maker("gguf-{type}", f"GGUF by {PROGRAM}, mix {{type}}; seconds, on the CPU", type=MIXES)
 @settings
 class GgufMix(Gguf):
     """More bits for some layers; embeddings and LM head are quantized too."""

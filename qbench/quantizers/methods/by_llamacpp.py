@@ -19,7 +19,7 @@ TYPES = {
 }  # fmt: skip
 
 
-@maker("gguf-{type}", "GGUF by llama.cpp, all layers {type}; runs on the CPU", type=tuple(TYPES))
+@maker("gguf-{type}", "GGUF by llama.cpp, all {type}; seconds, on the CPU", type=tuple(TYPES))
 @settings
 class Gguf(LibraryMade):
     """Blocks of integers; embeddings, LM head and norms stay as they are."""

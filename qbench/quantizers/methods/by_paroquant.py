@@ -7,12 +7,12 @@ from pathlib import Path
 from pydantic import Field
 
 from qbench.quantizers.config import settings
-from qbench.quantizers.methods.by_gptqmodel import ABOUT, run
+from qbench.quantizers.methods.by_gptqmodel import run
 from qbench.quantizers.methods.library_made import LibraryMade, Texts, maker
 from qbench.quantizers.methods.weight_only import GroupedIntegers
 
 
-@maker("paroquant-4bit", f"ParoQuant {ABOUT}", num_bits=4)
+@maker("paroquant-4bit", "ParoQuant by GPTQModel; trained, minutes to hours on a GPU", num_bits=4)
 @settings
 class ParoQuant(LibraryMade, GroupedIntegers):
     """Trained layer by layer, with eager attention, in two stages of ``epochs`` each."""
