@@ -519,9 +519,11 @@ def methods_table(name, checkpoint) -> str:
         wikitext = from_to([math.exp(one) for one in words], lambda n: rounded(n, 3))
         lambada = from_to([100 * one for one in points], "{:+.1f}".format)
         short = re.sub(r"-\d+-steps$", "", method)
+        alike = short.replace("gptaq", "gptqmodel")  # whose copies have the same format
+        speed = speeds.get(short) or (f"as {alike}" if alike in speeds else "")
         row = (
             method, f"{next(sizes):.2f}", f"{next(sizes):.3f}", text, f"× {wikitext}", lambada,
-            from_to(seconds, "{:.0f}".format), *([speeds.get(short, "")] if speeds else []),
+            from_to(seconds, "{:.0f}".format), *([speed] if speeds else []),
         )  # fmt: skip
         lines.append(f"| {' | '.join(row)} |".replace("-0.0", "0.0").replace(" -", " −"))
     return "\n".join(lines)
