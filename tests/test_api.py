@@ -60,13 +60,13 @@ def test_a_recipe_is_planned_run_compared_and_loaded_as_a_table(tmp_path, capfd)
 def test_a_model_is_evaluated_in_one_call(tmp_path, capfd):
     found = api.evaluate(
         DEMO / "softpick", "rtn-4bit,kv4", "demo_choice", dtype="float32",
-        data=DEMO / "data", definitions=DEMO / "tasks", limit=40,
+        data=DEMO / "data", definitions=DEMO / "tasks", limit=20,
         out=tmp_path / "out", device="cpu",
     )  # fmt: skip
     assert "fp32 is added: damage is measured" in capfd.readouterr().err
     assert found.verdict.startswith("Nearest to fp32: ")
     assert repr(found).startswith(
-        "softpick: softpick (recipes/demo/softpick)\nDocuments: demo_choice 40"
+        "softpick: softpick (recipes/demo/softpick)\nDocuments: demo_choice 20"
     )
     damage = found.damage
     assert len(damage) == 2 * 2  # quantizers, metrics
@@ -74,7 +74,7 @@ def test_a_model_is_evaluated_in_one_call(tmp_path, capfd):
     assert (damage["kl"] < damage["kl_high"]).all()
     assert damage["bits_per_weight"].iloc[0] < 5
     documents = found.documents
-    assert len(documents) == 2 * 2 * 40
+    assert len(documents) == 2 * 2 * 20
     first = documents[(documents.quantizer == damage.quantizer[0]) & (documents.metric == "acc")]
     lost = (first.unquantized - first.value).mean()
     acc = damage[(damage.quantizer == damage.quantizer[0]) & (damage.metric == "acc")]

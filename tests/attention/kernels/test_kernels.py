@@ -49,7 +49,10 @@ def claims():
 
 
 @pytest.mark.parametrize(
-    "case", [*EACH, *(pytest.param(c, marks=SLOW) for c in (*QUICK[len(EACH) :], *WHOLE))], ids=str
+    "case",
+    [pytest.param(case, marks=SLOW if case.normalizer.endswith("-next") else ()) for case in EACH]
+    + [pytest.param(case, marks=SLOW) for case in (*QUICK[len(EACH) :], *WHOLE)],
+    ids=str,
 )
 def test_output_and_gradients_equal_float64(case):
     found = errors(case, by_kernels)
