@@ -93,6 +93,7 @@ OF = "(METHODS['bnb-8bit'].settings)"
             "its name must have up to 64 letters[^;]*; correct the f",
         ),
         (f"{NAMED}'a\\nb', 'a line'){OF}\n", "must have up to 64 letters"),
+        (f"{NAMED}'a', 'a line', bits=4){OF}\n", r"TypeError: \w+ has no option bits, which"),
         (None, "cannot be read"),
     ],
 )

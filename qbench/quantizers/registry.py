@@ -79,7 +79,8 @@ def register(template: str, description: str, **choices: Any) -> Callable[[S], S
     """Return a decorator that registers a class of settings; a class may have several.
 
     ``choices`` are options that a name fixes: a value, or a tuple of values. Each combination gets
-    a name by ``template``, formatted with it, as does ``description``::
+    a name by ``template``, formatted with it, as does ``description``. Raises TypeError for an
+    option that the class does not have::
 
         @register("hqq-{num_bits}bit", "HQQ, {num_bits} bits", num_bits=(2, 3, 4, 8))
         @settings
@@ -88,6 +89,8 @@ def register(template: str, description: str, **choices: Any) -> Callable[[S], S
     values = [v if isinstance(v, tuple) else (v,) for v in choices.values()]
 
     def add(kind: S) -> S:
+        if unknown := sorted(choices.keys() - kind.__pydantic_fields__.keys()):
+            raise TypeError(f"{kind.__name__} has no option {unknown[0]}, which register() fixes")
         fields = {n: f for n, f in kind.__pydantic_fields__.items() if n not in {"name", *choices}}
         for combination in itertools.product(*values):
             fixed = dict(zip(choices, combination, strict=True))
