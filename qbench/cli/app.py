@@ -102,9 +102,10 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name == "run" and not ELSEWHERE & {*sys.argv} and visible_gpus():
-            from qbench.runner.workers import start_early
+            from qbench.runner.workers import drop_early, start_early
 
             start_early()
+            ctx.call_on_close(drop_early)  # Python's end would wait until it has imported all
         return load(cmd_name) if cmd_name in COMMANDS else None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -6,7 +6,6 @@ On GPUs, and without a fork server, each process imports by itself while the run
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import importlib
 import os
@@ -207,14 +206,14 @@ _early: list[_Slot] = []  # at most one, that no Workers has taken yet
 @cache
 def start_early() -> None:
     """Start and preload the process on GPU 0 of the next ``Workers`` now, beside the imports of the
-    command itself: nothing else before a cell takes as long as the process's own."""
+    command itself: nothing else before a cell takes as long as the process's own. Whoever calls
+    this calls ``drop_early`` at the end."""
     _start_tracker()
     share = partial(_environment, "OMP_NUM_THREADS", str((os.cpu_count() or 1) // CELLS_PER_GPU))
     slot = _Slot(0, method="spawn", ended=threading.Event(), share=share)
     slot._pool = slot._start()
     slot._pool.submit(preload)
     _early.append(slot)
-    atexit.register(drop_early)  # before multiprocessing would wait for it
 
 
 def drop_early() -> None:

@@ -8,7 +8,9 @@ from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
+from small_recipe import qbench
 
+from qbench.errors import RecipeError
 from qbench.progress import SilentProgress
 from qbench.runner import workers
 from qbench.runner.progress import listening
@@ -168,4 +170,12 @@ def test_one_that_no_run_takes_is_ended(early):
     with Workers([0], device="cpu") as executor:
         assert executor.submit(os.getpid).result(timeout=PATIENCE) not in early
     drop_early()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in early))
+
+
+def test_a_run_that_is_refused_leaves_no_process_to_wait_for(early, monkeypatch, tmp_path):
+    """The interpreter's end would wait until the process has imported all that cells need."""
+    monkeypatch.setattr("qbench.cli.app.visible_gpus", lambda: ["a GPU"])
+    with pytest.raises(RecipeError):
+        qbench("run", tmp_path / "gone.yaml")
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in early))

@@ -469,11 +469,9 @@ class Pack(BatchPlan):
                 seen += [(first, before), (len(ids), len(part))]
                 ids += part
             for i, suffix_index in group.request_indices:
-                scored = requests[
-                    i
-                ].scored  # the last ones: of the suffix, and before of the prefix
+                scored = requests[i].scored
                 added = len(group.suffixes[suffix_index]) if suffix_index >= 0 else 0
-                last = min(scored, added)
+                last = min(scored, added)  # of the suffix; those before end the prefix
                 flat += [
                     (first + shared - scored + last, scored - last),
                     (starts[suffix_index + 1] + added - last, last),
