@@ -200,7 +200,7 @@ class _GridRun:
                 waiting.remove(cell)
                 future = submit(cell.name, force=self.force or cell.name in self.rerun)
                 at_work[future] = cell
-            if ahead is None:  # after the cells that others wait for, which come first
+            if ahead is None and len(at_work) < self.at_once:  # what is queued begins before a cell
                 # calibration is the longest part; a failure is reported when the cell runs
                 ahead = {
                     cell.name: self.quantize_ahead(cell.name)
@@ -211,8 +211,9 @@ class _GridRun:
                 }
             if not at_work and not ahead:
                 return
-            done = wait_for([*at_work, *ahead.values()], return_when=FIRST_COMPLETED).done
-            ahead = {name: making for name, making in ahead.items() if making not in done}
+            makings = (ahead or {}).values()
+            done = wait_for([*at_work, *makings], return_when=FIRST_COMPLETED).done
+            ahead = ahead and {name: each for name, each in ahead.items() if each not in done}
             for future in done & at_work.keys():
                 cell = at_work.pop(future)
                 try:
