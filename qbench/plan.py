@@ -174,7 +174,8 @@ def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, 
     """Return fields of PublishedCopy counted from the files of ``copy``: bits per weight, layers
     that are stored unquantized. Raises CheckpointError if no layer is quantized."""
     sizes: Counter[str] = Counter()  # weights of each matrix, of all experts together
-    for full, header in model_headers(original).items():
+    whole = model_headers(original)
+    for full, header in whole.items():
         name = full.removesuffix(".weight")
         long = sum(size > 1 for size in header.shape)
         if long > 1 and "bias" not in full and not ENDS.search(full):
@@ -187,7 +188,8 @@ def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, 
             owner = "experts" if EXPERTS.search(full) else full.partition(".")[0]
         bias = full.endswith("bias")
         bits["biases" if bias else owner] += math.prod(header.shape) * number_bits(header.dtype)
-        if not bias and not (full.endswith(("weight", owner)) and header.dtype in FLOATS):
+        as_before = header.dtype in FLOATS and (full.endswith("weight") or full in whole)
+        if not bias and not as_before:
             rounded.add(owner)
     layers = bits.keys() & sizes.keys()
     if layers and not rounded & layers:

@@ -238,6 +238,18 @@ def test_an_lm_head_may_be_called_head(tmp_path):
         mix.weights.check({}, "cpu")
 
 
+def test_a_copys_fused_experts_that_stay_floats_are_not_counted_as_quantized(tmp_path):
+    checkpoint = find(str(write_tiny(tmp_path, "gpt_oss")))
+    eight_bits = {
+        name: replace(header, dtype="I8") if name.endswith("_proj.weight") else header
+        for name, header in checkpoint.headers.items()
+    }
+    copy = replace(checkpoint, headers=eight_bits)
+    counted = _count(copy, checkpoint, linear_shapes(checkpoint))
+    assert counted["stored_bits"] == 8
+    assert "experts" in counted["ignore"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_of_matrices_end_in_words_of_the_files(kind, tmp_path):
     """So that a plan refuses no ``ignore`` that the model knows."""
