@@ -72,7 +72,7 @@ from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, ScoringReport, TaskDamage, TaskRecord, Unavailable
 from qbench.store import Store, Table, TaskStore, baseline_files, task_key, verify_baseline
-from qbench.streaming import free_gpu_bytes, half_is_free, is_sharded, shard, stream, stream_of
+from qbench.streaming import free_gpu_bytes, is_sharded, shard, stream, stream_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -270,13 +270,15 @@ def quantized(
 
 def _copy_of_original(cell: Cell, model: Any) -> PreTrainedModel | None:
     """Return a copy of the unquantized ``model``, which quantizing will change, for the audit. None
-    if the audit is to read the files: nothing is quantized here, or half of the memory of the one
-    GPU that holds all of the model is not free."""
+    if the audit is to read the files: nothing is quantized here, or the one GPU that holds all of
+    the model has less than eight times its size free, which quantizing may need."""
     made_here = cell.copy is None and cell.quantization.parts and not cell.without_baseline
     if not made_here or cell.quantization.runtime != "transformers" or stream_of(model) is not None:
         return None
-    on_one_gpu = model.device.type == "cuda" and not is_sharded(model)
-    return deepcopy(model) if on_one_gpu and half_is_free(model.device) else None
+    if model.device.type != "cuda" or is_sharded(model):
+        return None
+    small = 8 * model.get_memory_footprint() < free_gpu_bytes(model.device)
+    return deepcopy(model) if small else None
 
 
 def quantized_model(
