@@ -64,5 +64,5 @@ def test_only_functions_that_are_llamas_are_replaced(kind, names):
     assert {each.name for each in found} == names
     for each in found:
         each.put(each.fused)
-        each.put(each.own)
+        each.put(each.original)
     assert fused.replacements(model) == found

@@ -128,7 +128,8 @@ def test_packs_have_the_bits_of_the_classs_own_functions(dtype):
     ours = fast.loglikelihood(requests, disable_tqdm=True)
     forward = fast.fast.forward
     norm = modeling_llama.LlamaRMSNorm
+    # put back
     assert {each.owner for each in forward.fused} == {modeling_llama, norm}
-    assert all(getattr(each.owner, each.name) is each.own for each in forward.fused)  # put back
+    assert all(getattr(each.owner, each.name) is each.original for each in forward.fused)
     forward.fused.clear()
     assert ours == fast.loglikelihood(requests, disable_tqdm=True)

@@ -24,11 +24,11 @@ LLAMAS_NORM = modeling_llama.LlamaRMSNorm.forward
 
 
 class Replacement(NamedTuple):
-    """Says that ``fused`` does the same as ``own``, the attribute ``name`` of ``owner``."""
+    """Says that ``fused`` does the same as ``original``, the attribute ``name`` of ``owner``."""
 
     owner: Any
     name: str
-    own: Callable[..., Any]
+    original: Callable[..., Any]
     fused: Callable[..., Any]
 
     def put(self, function: Callable[..., Any]) -> None:
@@ -39,26 +39,26 @@ class Replacement(NamedTuple):
 def replacements(model: nn.Module) -> list[Replacement]:
     """Return what may be fused in ``model``: functions that are Llama's in the modules of
     transformers that define its layers."""
-    found = dict[tuple[Any, str], Replacement]()
+    by_owner = dict[tuple[Any, str], Replacement]()
     for kind in {type(module) for module in model.modules()}:
         module = sys.modules[kind.__module__]
-        if _same(getattr(module, "apply_rotary_pos_emb", None), LLAMAS_ROTATION) and _same(
-            getattr(module, "rotate_half", None), modeling_llama.rotate_half
-        ):
+        if _same_code(
+            getattr(module, "apply_rotary_pos_emb", None), LLAMAS_ROTATION
+        ) and _same_code(getattr(module, "rotate_half", None), modeling_llama.rotate_half):
             name = "apply_rotary_pos_emb"
-            own = getattr(module, name)
-            found[module, name] = Replacement(module, name, own, apply_rotary_pos_emb)
-        if _same(kind.forward, LLAMAS_NORM):
-            found[kind, "forward"] = Replacement(kind, "forward", kind.forward, rms_norm)
-    return list(found.values())
+            original = getattr(module, name)
+            by_owner[module, name] = Replacement(module, name, original, apply_rotary_pos_emb)
+        if _same_code(kind.forward, LLAMAS_NORM):
+            by_owner[kind, "forward"] = Replacement(kind, "forward", kind.forward, rms_norm)
+    return list(by_owner.values())
 
 
-def _same(function: Any, other: Any) -> bool:
+def _same_code(function: Any, other: Any) -> bool:
     """Return whether two functions have the same code, docstrings apart."""
-    code, wanted = getattr(function, "__code__", None), other.__code__
-    if code is None or (code.co_code, code.co_names) != (wanted.co_code, wanted.co_names):
+    code, expected = getattr(function, "__code__", None), other.__code__
+    if code is None or (code.co_code, code.co_names) != (expected.co_code, expected.co_names):
         return False
-    return function is other or code.co_consts[1:] == wanted.co_consts[1:]
+    return function is other or code.co_consts[1:] == expected.co_consts[1:]
 
 
 @triton.jit(do_not_specialize=["total"])

@@ -165,7 +165,7 @@ class PackedForward:
         finally:
             self.model.config._attn_implementation = self._attention
             for each in self.fused:
-                each.put(each.own)
+                each.put(each.original)
 
 
 class LMHead:
