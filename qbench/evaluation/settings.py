@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic.dataclasses
@@ -37,7 +38,7 @@ class Tolerance:
 
     If activations or the KV cache are quantized, rounding moves values by whole steps, and two
     correct computations differ by about as much as quantization costs. Such cells are judged by the
-    mean difference with its sign alone, which ``mean`` then bounds.
+    mean difference with its sign alone, which ``mean`` then bounds, beyond ``batch_noise``.
     """
 
     mean: Bound = 0.05
@@ -69,33 +70,52 @@ def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | No
             abs(bias) + margin,
             f"its bias on the sample is {bias:+.4g} ± {margin:.2g} nats per token",
         )
+    noise = batch_noise(sample)
     for bound, (value, what) in reasons.items():
         most = getattr(tolerance, bound)
-        if not value <= most:  # NaN is not within it
+        if not value <= most + noise:  # NaN is not within it
             return (
                 f"{sample.task}: fast scoring differs from exact: {what}, more than "
                 f"evaluation.tolerance.{bound} {most:g}"
+                + (f" and the {noise:.2g} of other batches" if noise else "")
             )
     return None
 
 
 def bias_margin(sample: SampleDifference) -> float:
     """Return how far the bias over all documents may lie from the sample's, in nats per token: the
-    quantile of Student's t at ``CERTAINTY`` times the standard error, 0 if all were sampled,
-    infinite for a single one."""
-    if sample.population is not None and sample.documents >= sample.population:
+    quantile of Student's t at ``CERTAINTY`` times the standard error of a sample of a finite
+    population, 0 if all were sampled, infinite for a single one."""
+    share = sampled_share(sample)
+    if share >= 1:
         return 0.0
     if sample.bias_stderr is None:
         return math.inf
     from scipy import special  # slow to import
 
-    return float(special.stdtrit(sample.documents - 1, CERTAINTY)) * sample.bias_stderr
+    quantile = float(special.stdtrit(sample.documents - 1, CERTAINTY))
+    return quantile * sample.bias_stderr * math.sqrt(1 - share)
+
+
+def batch_noise(sample: SampleDifference) -> float:
+    """Return by how much, with ``CERTAINTY``, the mean over all documents moves in nats per token
+    when each document's scores move as the sample's do: so do those of two correct computations, in
+    other batches, if rounding is amplified. 0 if it is not."""
+    if not sample.by_bias or sample.bias_stderr is None:
+        return 0.0
+    quantile = NormalDist().inv_cdf(CERTAINTY)
+    return quantile * sample.bias_stderr * math.sqrt(sampled_share(sample))
+
+
+def sampled_share(sample: SampleDifference) -> float:
+    """Return the share of the task's documents that were sampled; 0 if their number is unknown."""
+    return min(1.0, sample.documents / sample.population) if sample.population else 0.0
 
 
 def undecided(tolerance: Tolerance, sample: SampleDifference) -> bool:
     """Return whether more documents may show that the bias is within its bound: this sample does
     not, but chance could explain that."""
-    bound = tolerance.mean if sample.by_bias else tolerance.bias
+    bound = batch_noise(sample) + (tolerance.mean if sample.by_bias else tolerance.bias)
     bias, margin = abs(sample.bias_per_token or 0.0), bias_margin(sample)
     return margin > 0 and bias - 3 * margin <= bound < bias + margin
 
