@@ -1,25 +1,21 @@
 """What each normalizer says of itself is so."""
 
-import math
 import re
 
 import pytest
 import torch
+from attention_cases import NORMALIZERS as NAMES
 from normalizer_parameters import parameters
 from small_recipe import qbench
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention import choose, reference
-from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter, register
+from qbench.attention.normalizers import NORMALIZERS, Kernels, Parameter, register
+from qbench.attention.normalizers.softmax import SoftmaxSink
 from qbench.attention.normalizers.softpick import EPSILON
 from qbench.attention.transformers import attention_name, set_attention
 from qbench.errors import UnavailableError
-
-NAMES = [
-    "softmax", "softpick", "rectified", "sigmoid", "softmax1", "softmax-sink", "scalable-softmax",
-    "scalable-softpick", "scalable-softmax-next", "scalable-softpick-next",
-]  # fmt: skip
 
 
 def weights(name, scores):
@@ -28,33 +24,19 @@ def weights(name, scores):
     return NORMALIZERS[name].weights(scores[None], parameters=given)[0]
 
 
-class Sunk(Normalizer):
-    """Softmax with one more logit a head in the denominator, and scores times a factor a head:
-    w_i = e^(f x_i) / (e^b + Σ_k e^(f x_k))."""
+class Sunk(SoftmaxSink):
+    """No kernels, and one more parameter, which may be left out."""
 
-    name = "sunk"
-    description = "softmax with a sink and a factor a head"
-    rows_sum_to_one = False
-    sparse = False
+    name, kernels = "sunk", None
     parameters = (
-        Parameter(name="sinks", trainable=True, attribute="sinks", keyword="s_aux"),
+        *SoftmaxSink.parameters,
         Parameter(name="factors", trainable=False, attribute="factors", required=False),
     )
 
-    def weights(self, scores, *, allowed=None, parameters=None):
-        if "factors" in parameters:
-            scores = scores * parameters["factors"][:, None, None]
-        sink = parameters["sinks"][:, None, None].expand(*scores.shape[:-1], 1)
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, float("-inf"))
-        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-
 
 @pytest.fixture
-def sunk():
-    NORMALIZERS["sunk"] = Sunk()
-    yield
-    del NORMALIZERS["sunk"]
+def sunk(monkeypatch):
+    monkeypatch.setitem(NORMALIZERS, "sunk", Sunk())
 
 
 def draw(*shape, seed=0):
@@ -62,38 +44,19 @@ def draw(*shape, seed=0):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_sum_to_one_exactly_where_the_object_says_so(name):
+def test_rows_sum_to_one_and_weights_are_zero_only_where_the_object_says_so(name):
     chosen = NORMALIZERS[name]
     rows = torch.cat([draw(50, 9), -draw(5, 9).abs(), 30 * draw(5, 9)])
     sums = weights(name, rows).sum(-1)
     assert (sums <= (9 if name == "sigmoid" else 1) + 1e-12).all()
     ones = torch.allclose(sums, torch.ones_like(sums), rtol=0, atol=1e-12)
     assert ones == chosen.rows_sum_to_one
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_weights_are_exactly_zero_only_where_the_object_says_so(name):
-    chosen = NORMALIZERS[name]
     assert bool((weights(name, draw(50, 9)) == 0).any()) == chosen.sparse
 
 
 def row_weights(name, scores):
     """Of one row of scores [N]."""
     return weights(name, scores[None])[0]
-
-
-def test_the_jacobian_of_softpick_is_equation_7_and_what_the_maximum_does_to_epsilon():
-    x = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
-    s = row_weights("softpick", x)
-    m = max(0.0, x.max().item())
-    e = torch.exp(x - m)
-    total = (e - math.exp(-m)).abs().sum() + EPSILON
-    sign = torch.where(x < 0, -1.0, 1.0).double()
-    of_sum = sign * e / total
-    of_sum[x.argmax()] += EPSILON / total  # ε stands beside the sum times e^m
-    expected = torch.diag((x > 0) * e / total) - torch.outer(s, of_sum)
-    got = torch.autograd.functional.jacobian(lambda y: row_weights("softpick", y), x)
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_masked_score_may_be_far_above_the_others():

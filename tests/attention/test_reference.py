@@ -79,26 +79,6 @@ def test_inference_and_autograd_compute_the_same_in_float32(normalizer, scale):
         torch.testing.assert_close(plain.double(), truth, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("normalizer", ["softpick", "rectified"])
-def test_a_row_with_no_positive_score_gives_zero(normalizer):
-    key = torch.rand(1, 1, 5, 8) + 0.1
-    value = torch.randn(1, 1, 5, 8)
-    assert (reference.attention(-key, key, value, normalizer=normalizer) == 0).all()
-
-
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-def test_masked_keys_count_neither_above_nor_below_the_line(normalizer):
-    query, key, value, _ = inputs(Case(normalizer=normalizer, shape=(2, 4, 2, 3, 9, 8)))
-    settings = {"normalizer": normalizer, "parameters": parameters(normalizer, 4)}
-    mask = torch.ones(1, 1, 3, 9, dtype=torch.bool)
-    mask[..., 5:] = False
-    poisoned = key.clone()
-    poisoned[:, :, 5:] = 30.0
-    got = reference.attention(query, poisoned, value, mask=mask, **settings)
-    expected = reference.attention(query, key[:, :, :5], value[:, :, :5], **settings)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
