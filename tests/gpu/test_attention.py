@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from attention_cases import ALL, NORMALIZERS, QUICK, Case, by_kernels, errors, inputs, parameters
 
 from qbench.attention import kernels
@@ -53,13 +54,26 @@ def on_gpu(case):
     return {name: tensor.cuda() for name, tensor in parameters(case).items()}
 
 
-def step(case, tensors, given=None):
-    """Output and gradients of the inputs; ``given`` holds the parameters, for a captured step."""
-    *leaves, gradient = [tensor.detach() for tensor in tensors]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
+def plainly(run, *sources):
+    return run(*sources)
+
+
+def checkpointed(run, *sources):
+    return torch.utils.checkpoint.checkpoint(run, *sources, use_reentrant=False)
+
+
+def step(case, tensors, given=None, call=plainly):
+    """Output and gradients of inputs and parameters; ``given`` are these, for a captured step."""
+    *inputs, gradient = tensors
     given = on_gpu(case) if given is None else given
-    output = by_kernels(case, *leaves, given)
-    return (output.detach(), *torch.autograd.grad(output, leaves, gradient))
+    # of its own: a leaf's node of the graph of gradients keeps the stream that it was made on
+    sources = [tensor.detach().requires_grad_() for tensor in (*inputs, *given.values())]
+
+    def run(query, key, value, *parameters):
+        return by_kernels(case, query, key, value, dict(zip(given, parameters, strict=True)))
+
+    output = call(run, *sources)
+    return (output.detach(), *torch.autograd.grad(output, sources, gradient))
 
 
 def drawn(case, dtype=torch.bfloat16):
@@ -156,10 +170,13 @@ def test_every_row_is_written_the_same_in_every_run_and_whatever_was_called_befo
     assert wrong(wide, torch.bfloat16) == {}
 
 
-@pytest.mark.parametrize("normalizer", ["softmax", "softpick", "sigmoid"])
-def test_a_captured_step_gives_the_bits_of_a_launched_one(normalizer):
-    case = Case(normalizer=normalizer, shape=(2, 4, 4, 256, 256, 64))
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_a_captured_or_checkpointed_step_gives_the_bits_of_a_launched_one(normalizer, slopes):
+    """Gradients of all that is trained, too."""
+    case = Case(normalizer=normalizer, shape=(2, 4, 4, 256, 256, 64), slopes=slopes)
     tensors, given = drawn(case), on_gpu(case)
+    assert same(step(case, tensors, call=checkpointed), step(case, tensors))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

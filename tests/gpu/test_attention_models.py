@@ -1,26 +1,13 @@
-"""Models on our kernels: caches, compiling, autocast, trained parameters, the trained pair."""
-
-from pathlib import Path
+"""Models on our kernels: padding, caches, compiling and autocast."""
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from normalizer_parameters import attach
 
-from qbench.attention import kernels
 from qbench.attention.transformers import set_attention
 from qbench.evaluation.scoring.generate import cache_argument
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("softmax", "softpick", "sigmoid", "softmax-sink", "scalable-softpick")
-
-
-def draw(*shape, dtype=torch.bfloat16, seed=0):
-    """[B, H, T, D] in the memory of [B, T, H, D], as models have it."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    batch, heads, length, width = shape
-    tensor = torch.randn(batch, length, heads, width, device="cuda", generator=generator)
-    return tensor.to(dtype).transpose(1, 2)
 
 
 def relative_error(got, truth):
@@ -99,42 +86,3 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
     assert {"attn_fwd", "attn_bwd_dq", "attn_bwd_dkdv"} <= ran
     assert not any("fmha" in name or "flash" in name for name in ran)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-TRAINED = [
-    ("sigmoid", "bias"), ("softmax-sink", "sinks"), ("scalable-softmax", "s"),
-    ("scalable-softpick-next", "s"), *((name, "slopes") for name in ("softpick", "sigmoid")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("normalizer", "name"), TRAINED)
-def test_parameters_are_trained_in_a_graph_and_with_checkpointing(normalizer, name):
-    """The same gradients eagerly, under activation checkpointing, and replayed as a CUDA graph."""
-    inputs = [draw(2, 4, 256, 64, seed=s).requires_grad_() for s in range(3)]
-    parameter = torch.linspace(-2, 1, 4, device="cuda").requires_grad_()
-    sources = [*inputs, parameter]
-
-    def run(query, key, value, parameter):
-        return kernels.attention(
-            query, key, value, normalizer=normalizer, parameters={name: parameter}, causal=True
-        )
-
-    gradient = draw(2, 4, 256, 64, seed=3)
-    expected = torch.autograd.grad(run(*sources), sources, gradient)
-    output = torch.utils.checkpoint.checkpoint(run, *sources, use_reentrant=False)
-    got = torch.autograd.grad(output, sources, gradient)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    # A leaf's node of the graph of gradients keeps the stream it was made on as long as any output
-    # lives, here that of the checkpoint: captured are leaves that no other stream has seen.
-    sources = [source.detach().requires_grad_() for source in sources]
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.autograd.grad(run(*sources), sources, gradient)
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
-        replayed = torch.autograd.grad(run(*sources), sources, gradient)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))

@@ -79,28 +79,9 @@ def test_a_real_out_of_memory_halves_the_batch_and_loses_nothing():
 ANY = Tolerance(mean=10.0, largest=100.0, changed=1.0)
 
 
-def watch(model, mode, observer, requests, **changes):
-    lm = scorer(model, mode, observer=observer, tolerance=ANY, **changes)
-    if requests[0].request_type == "loglikelihood":
-        return lm.loglikelihood(requests, disable_tqdm=True)
-    return lm.loglikelihood_rolling(requests, disable_tqdm=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
-def test_a_model_against_itself_differs_by_nothing(normalizer, mode, dtype):
-    model, writer = model_with(normalizer, dtype), BaselineWriter()
-    calls = choices(60), pages((3, 0, 75, 40, 1, 300))
-    for requests in calls:
-        watch(model, mode, writer, requests)
-    meter = KLObserver(writer.hidden_states())
-    for requests in calls:
-        watch(model, mode, meter, requests)
-    assert list(meter.divergences) == ["choices", "pages"]
-    for result in meter.divergences.values():
-        assert abs(result.kl).max() < 1e-6
-        assert result.agrees.all()
+def watch(model, mode, observer, requests):
+    lm = scorer(model, mode, observer=observer, tolerance=ANY)
+    return lm.loglikelihood(requests, disable_tqdm=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
