@@ -8,8 +8,10 @@ import yaml
 from qbench.cli.app import app
 from qbench.plan import plan
 from qbench.recipe import Recipe
+from qbench.store import Store
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+SOFTPICK = {"softpick": str(DEMO / "softpick")}  # one checkpoint instead of the pair
 
 
 def small_recipe(folder: Path, **changes: Any) -> Path:
@@ -48,3 +50,10 @@ def keys(folder: Path, demo: Path, **changes: Any) -> dict[str, str]:
 def qbench(*arguments: object) -> int:
     """Exit code of a command run in this process."""
     return app([str(argument) for argument in arguments], standalone_mode=False) or 0
+
+
+def run_small(folder: Path, *options: object, code: int = 0, **changes: Any) -> Store:
+    """Run :func:`small_recipe` on the CPU into ``folder``/out, which ends with ``code``."""
+    path = small_recipe(folder, **changes)
+    assert qbench("run", path, "--out", folder / "out", "--device", "cpu", *options) == code
+    return Store(folder / "out")

@@ -1,54 +1,14 @@
-"""Models on our kernels: padding, caches, compiling and autocast."""
+"""Training on our kernels under autocast, compiled and not. Padding and caches on them:
+test_gpu_models.py and test_gpu_generation.py."""
 
 import pytest
 import torch
 from normalizer_parameters import attach
+from tiny import tiny_model
 
 from qbench.attention.transformers import set_attention
-from qbench.evaluation.scoring.generate import cache_argument
 
 NAMES = ("softmax", "softpick", "sigmoid", "softmax-sink", "scalable-softpick")
-
-
-def relative_error(got, truth):
-    got, truth = got.detach(), truth.detach()
-    return float((got.double() - truth.double()).norm() / truth.double().norm())
-
-
-def small_model(dtype=torch.float32):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=128, vocab_size=101, initializer_range=0.15,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().to("cuda", dtype)
-
-
-@pytest.mark.parametrize("normalizer", NAMES)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, side):
-    model = attach(small_model(), normalizer)
-    ids = torch.randint(0, 101, (3, 150), device="cuda")
-    padding = torch.ones_like(ids)
-    for row, count in enumerate((0, 31, 140)):
-        padding[row, slice(0, count) if side == "left" else slice(150 - count, 150)] = 0
-    positions = (padding.cumsum(-1) - 1).clamp(min=0)
-    logits = {}
-    for implementation in ("reference", "triton"):
-        ran = set_attention(model, normalizer=normalizer, implementation=implementation)
-        assert ran == f"{normalizer}/{implementation}"
-        with torch.no_grad():
-            out = model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
-            step = model(
-                ids[:, :1],
-                attention_mask=torch.cat([padding, padding.new_ones(3, 1)], 1),
-                position_ids=positions[:, -1:] + 1,
-                **{cache_argument(type(model)): out.past_key_values},
-            )  # fmt: skip
-        logits[implementation] = torch.cat([out.logits[padding.bool()], step.logits[:, 0]])
-    assert relative_error(logits["triton"], logits["reference"]) <= 1e-4
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -59,7 +19,8 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
     parameters that the normalizer has are trained, slopes too."""
     from qbench.attention.kernels import ops
 
-    model = attach(small_model(), normalizer, slopes=True)
+    model = tiny_model("llama", num_hidden_layers=2).requires_grad_(True).cuda()
+    attach(model, normalizer, slopes=True)
     set_attention(model, normalizer=normalizer, implementation="triton")
     asked = []
     for name in ("forward", "backward"):

@@ -3,11 +3,9 @@ what it costs."""
 
 import pytest
 import torch
-from scoring_models import choices, llama, pages, tokenizer
+from scoring_models import choices, llama, pages, scorer
 
 from qbench.attention.transformers import set_attention
-from qbench.evaluation import settings
-from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.fake_quant import KVFakeQuant
@@ -57,12 +55,7 @@ def model_with(scheme, normalizer="softpick", dtype=torch.float32):
     return apply(model, quantizer, {})
 
 
-def scorer(model, mode):
-    fast = {"batch_tokens": 4096, "sample": 8} if mode == "fast" else {}
-    chosen = settings.ScoringSettings(
-        mode=mode, max_length=128, batch_size=16, window_batch_size=4, tolerance=LOOSE, **fast
-    )
-    return language_model(model, tokenizer(), chosen)
+SIZES = {"max_length": 128, "batch_size": 16, "window_batch_size": 4, "batch_tokens": 4096}
 
 
 def assert_close(found, expected):
@@ -79,12 +72,12 @@ def test_fast_scores_are_the_exact_ones_and_those_of_the_reference(scheme, norma
     model = model_with(scheme, normalizer)
     found = {}
     for mode in ("exact", "fast"):
-        one = scorer(model, mode)
+        one = scorer(model, mode, tolerance=LOOSE, **SIZES)
         found[mode] = [a for a, _ in one.loglikelihood(requests, disable_tqdm=True)]
         found[mode] += one.loglikelihood_rolling(texts, disable_tqdm=True)
     assert_close(found["fast"], found["exact"])
     set_attention(model, normalizer=normalizer, implementation="reference")
-    one = scorer(model, "exact")
+    one = scorer(model, "exact", tolerance=LOOSE, **SIZES)
     reference = [a for a, _ in one.loglikelihood(requests, disable_tqdm=True)]
     reference += one.loglikelihood_rolling(texts, disable_tqdm=True)
     assert_close(found["exact"], reference)

@@ -1,10 +1,13 @@
 """Block by block on a GPU: the scores of a resident model, to the bit, in less memory."""
 
 import os
+import shutil
+import time
 
 import pytest
 import torch
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, run_small
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.runner.workers import Workers
 from qbench.store import Store
@@ -12,10 +15,6 @@ from qbench.store import Store
 
 def llama(folder):
     """Blocks of 27 MB, eight of them; the tokenizer of the bundled pair."""
-    import shutil
-
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8,
@@ -32,18 +31,15 @@ def runs(folder, monkeypatch, scoring, *ways):
     llama(folder / "llama")
     found = []
     for number, way in enumerate(ways):
-        path = small_recipe(
-            folder,
-            checkpoints={"llama": str(folder / "llama")},
-            quantizers=["bf16", "bnb-4bit", "bnb-8bit", "hqq-4bit", "rtn-4bit", "gptq-4bit"],
-            compute_dtype="bfloat16",
-            calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 256},
-            evaluation={"limit": 20, "scoring": scoring, "tolerance": {"mean": 1, "largest": 10}}
-            | way,
-        )
         monkeypatch.setenv("QBENCH_CACHE", str(folder / f"cache{number}"))
+        asked = {"limit": 20, "scoring": scoring, "tolerance": {"mean": 1, "largest": 10}, **way}
         out = folder / f"out{number}"
-        assert qbench("run", path, "--out", out, "--device", "cuda") == 0
+        run_small(
+            folder, "--device", "cuda", "--out", out, checkpoints={"llama": str(folder / "llama")},
+            quantizers=["bf16", "bnb-4bit", "bnb-8bit", "hqq-4bit", "rtn-4bit", "gptq-4bit"],
+            calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 256},
+            evaluation=asked, compute_dtype="bfloat16",
+        )  # fmt: skip
         found.append(Store(out).records())
     for resident, other in zip(*found, strict=True):
         assert other.status == "ok", other.error
@@ -75,8 +71,6 @@ PATIENCE = 120
 
 
 def summed():
-    import time
-
     time.sleep(0.5)  # so that each of two processes has one
     ones = torch.ones(64, 64, device="cuda")
     return os.getpid(), float((ones @ ones).sum())

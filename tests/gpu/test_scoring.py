@@ -1,15 +1,15 @@
 """Exact and fast scoring on CUDA, on the kernels."""
 
 import pytest
+import scoring_models
 import torch
-from scoring_models import choices, instance, llama, pages, text, tokenizer
+from scoring_models import choices, instance, llama, pages, text
 from test_kl import Logits, quantized_like
 from transformers.models.llama import modeling_llama
 
 from qbench.attention.transformers import set_attention
 from qbench.evaluation import settings
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
-from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
 
 
@@ -19,13 +19,10 @@ def model_with(normalizer: str, dtype: torch.dtype):
     return model
 
 
-def scorer(model, mode, *, max_length=128, batch_tokens=None, observer=None, **changes):
-    size = {"batch_size": 64, "window_batch_size": 8}
-    if mode == "fast":
-        tokens = batch_tokens or settings.batch_tokens("cuda", model.config.to_dict())
-        size |= {"batch_tokens": tokens, "sample": 32}
-    chosen = settings.ScoringSettings(mode=mode, max_length=max_length, **(size | changes))
-    return language_model(model, tokenizer(), chosen, observer=observer)
+def scorer(model, mode, **changes):
+    sizes = {"max_length": 128, "batch_size": 64, "window_batch_size": 8, "sample": 32}
+    sizes["batch_tokens"] = settings.batch_tokens("cuda", model.config.to_dict())
+    return scoring_models.scorer(model, mode, **(sizes | changes))
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
