@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.quantized_kv import KV_CACHE, KVTrace
-from qbench.attention.transformers import parameters_of
+from qbench.attention.transformers import Mask, parameters_of
 from qbench.errors import UnavailableError
 
 

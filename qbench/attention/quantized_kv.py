@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qbench.attention.kernels.varlen import token_bounds
-from qbench.attention.masks import Mask
 from qbench.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from qbench.attention.transformers import Mask
 
 KV_CACHE = "qbench_kv_cache"  # attribute of attention modules
 READ = "qbench_kv_cache_read"  # option of attention functions: keys and values were read already

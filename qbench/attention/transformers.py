@@ -15,22 +15,36 @@ under these names understands:
 
 Additive masks are refused: their finite minimum would count in softpick's denominator. The
 normalizer's parameters are taken from the attention module, or from what transformers hands over.
+
+A mask is made once per forward pass, and none for plain causality, so that the causal kernels
+run. Under torch.compile the values of padding masks and positions are not known when this is
+decided, and transformers cannot tell the positions that a model counts by itself from packed ones.
+So for our kernels ``varlen.sequence_bounds`` computes the sequences when the compiled graph runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch.nn.functional import pad
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qbench.attention import choose, kernels, reference
-from qbench.attention.kernels.varlen import packed_bounds
-from qbench.attention.masks import Mask, mask_interface
+from qbench.attention.kernels.varlen import packed_bounds, padded_bounds, sequence_bounds
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 from qbench.attention.quantized_kv import KV_CACHE, READ, read
 from qbench.errors import UnavailableError
@@ -180,11 +194,186 @@ def parameters_of(
     return values
 
 
+_positions = SimpleNamespace(counted=False)
+
+
+@contextmanager
+def positions_counted() -> Iterator[None]:
+    """Promise, within the body, that a model without position ids reads whole sequences, none
+    packed. Then the graph of torch.compile does not look for packed ones, which waits for the GPU.
+    """
+    before, _positions.counted = _positions.counted, True
+    try:
+        yield
+    finally:
+        _positions.counted = before
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which keys each query attends to.
+
+    ``dense()`` makes the mask, bool [B, 1, Tq, Tk], which is quadratic in length: only layers that
+    need it call it. ``no_dense_mask``: causality, ``seq_bounds`` (of which ``seq_count`` count, see
+    :mod:`qbench.attention.kernels.varlen`) and ``window`` (keys up to its own that a query sees)
+    say the same, so that kernels need no mask. ``padding`` [B, T]: the model's ``attention_mask``;
+    keys begin at ``kv_offset`` of it, since the cache of a sliding window drops earlier ones.
+    ``cache_length``: keys that a static cache holds so far; ``cache_slack`` more have memory.
+    """
+
+    dense: Callable[[], Tensor]
+    no_dense_mask: bool = False
+    seq_bounds: Tensor | None = None
+    seq_count: Tensor | None = None
+    window: int | None = None
+    padding: Tensor | None = None
+    kv_offset: int = 0
+    cache_length: int | None = None
+    cache_slack: int = 0
+
+    def settings(self, queries: int) -> dict[str, Any]:
+        """Return the keyword arguments of attention functions that replace the mask: window, bounds
+        of sequences and their count; with a count also ``mask``, the padding, which is used if the
+        bounds cannot say it. ``queries``: number of query rows."""
+        arguments: dict[str, Any] = {"window": self.window}
+        if self.seq_bounds is not None:
+            arguments["seq_bounds"] = self.seq_bounds
+        if self.seq_count is not None:
+            arguments["seq_count"] = self.seq_count
+            if self.padding is not None:  # with causality, where seq_bounds cannot say it
+                arguments["mask"] = self.padding[:, None, None].expand(-1, 1, queries, -1)
+        return arguments
+
+    def contiguous(self) -> Tensor:
+        """Return the dense mask over all keys that a static cache has memory for, as transformers'
+        ``generate`` makes it ahead."""
+        return pad(self.dense(), (0, self.cache_slack))
+
+    def to(self, device: torch.device, **options: Any) -> Mask:
+        """Return the mask on ``device``, for a block that lies there."""
+        tensors = (self.seq_bounds, self.seq_count, self.padding)
+        seq_bounds, count, padding = (t if t is None else t.to(device, **options) for t in tensors)
+        return replace(
+            self, dense=cache(lambda: self.dense().to(device, **options)),
+            seq_bounds=seq_bounds, seq_count=count, padding=padding,
+        )  # fmt: skip
+
+
+def _mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
+    """Return the mask function to register with transformers' AttentionMaskInterface. For "triton"
+    the Mask says as bounds and windows whatever it can; for any other name it is dense when read.
+    It returns None for plain causality, and may return a dense Tensor to torch.compile."""
+
+    def mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Callable = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        use_vmap: bool = False,
+        config: PreTrainedConfig | None = None,
+        **options: Any,
+    ) -> Tensor | Mask | None:
+        """Return None for plain causality, aligned at the last key; else the mask."""
+        across = "allow_is_bidirectional_skip" in options  # both ways, or of what was encoded
+        options |= {"mask_function": mask_function, "use_vmap": use_vmap, "config": config}
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        compiling, cache_length, cache_slack = torch.compiler.is_compiling(), None, 0
+        if not compiling:
+            q_offset = int(q_offset)  # a static cache's moves on before a layer asks for its mask
+            held = q_offset + q_length - int(kv_offset)
+            if held < kv_length and not across:
+                cache_slack = kv_length - held
+                kv_length = cache_length = held
+        dense = partial(
+            sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+            q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask,
+            local_size=local_size, **options,
+        )  # fmt: skip
+        if not compiling:
+            dense = cache(dense)  # all layers ask
+        plain = attention_mask is None or (not compiling and bool(attention_mask.all()))
+        if compiling and _positions.counted and plain and not use_vmap:
+            allow_is_causal_skip |= mask_function.__name__ == "and_mask"  # none is packed
+        fixed = isinstance(q_offset, int)
+        aligned = fixed and q_offset + q_length == kv_offset + kv_length
+        wide = local_size is None or kv_length < local_size
+        if allow_is_causal_skip and wide and plain and aligned and cache_length is None:
+            return None
+        window = None if wide else _window(local_size, config)
+        by_kernels = (wide or window is not None) and implementation == "triton"
+        no_dense_mask = allow_is_causal_skip and by_kernels
+        rows = {"padding": attention_mask, "kv_offset": kv_offset, "window": window}
+        rows |= {"cache_length": cache_length, "cache_slack": cache_slack}
+        if no_dense_mask and plain and aligned:
+            return Mask(dense, no_dense_mask=True, **rows)
+        same_rows = aligned and q_length == kv_length
+        packed = attention_mask is None and not allow_is_causal_skip and not use_vmap
+        joined = None
+        if packed and same_rows and by_kernels and _is_packed(mask_function):
+            joined = _joined(mask_function, batch_size, q_length, options["device"])
+        if joined is not None or (compiling and no_dense_mask and same_rows):
+            seq_bounds, count = sequence_bounds(joined, attention_mask)
+            return Mask(dense, no_dense_mask=True, seq_bounds=seq_bounds, seq_count=count, **rows)
+        if compiling:
+            return dense()
+        seq_bounds = None
+        if no_dense_mask and attention_mask is not None:
+            padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+            if padding.shape[1] == kv_length:
+                seq_bounds = padded_bounds(padding, q_length, q_offset - kv_offset)
+        described = seq_bounds is not None
+        return Mask(dense, no_dense_mask=described, seq_bounds=seq_bounds, **rows)
+
+    return mask
+
+
+# Before transformers 5.24, blocks of tokens that see each other both ways were joined last, by
+# or_masks; since then they are inside of what and_masks cuts into packed sequences. Releases before
+# 5.23 have neither of the two functions.
+BLOCKS_JOINED_LAST = hasattr(
+    masking_utils, "packed_sequence_compatibility_function"
+) or not hasattr(masking_utils, "remap_positions_for_packed_sequence")
+
+CLOSURES_TRACED = torch.__version__ >= (2, 14)
+
+
+def _is_packed(mask_function: Callable) -> bool:
+    """Return whether transformers' ``mask_function`` is causal within packed sequences, without
+    blocks of tokens that see each other both ways. torch.compile before torch 2.14 cannot look into
+    the functions of transformers 5.24: then the answer is False, and a dense mask is made."""
+    if BLOCKS_JOINED_LAST or mask_function.__name__ != "and_mask":
+        return mask_function.__name__ == "and_mask"
+    if not CLOSURES_TRACED and torch.compiler.is_compiling():
+        return False
+    cells = mask_function.__closure__ or ()
+    return all(part.__name__ != "or_mask" for cell in cells for part in cell.cell_contents)
+
+
+def _joined(mask_function: Callable, batch: int, length: int, device: torch.device) -> Tensor:
+    """Return whether each token sees the token before it, bool [B, T], which the first token of a
+    sequence does not. ``mask_function`` is causal within sequences."""
+    row = torch.arange(batch, device=device)[:, None]
+    query = torch.arange(length, device=device)[None]
+    return mask_function(row, 0, query, (query - 1).clamp(min=0)).expand(batch, length)
+
+
+def _window(local_size: int | None, config: PreTrainedConfig | None) -> int | None:
+    """Return ``local_size`` if it is a sliding window, None if it is the size of chunks."""
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return None
+    return local_size if getattr(config, "sliding_window", None) == local_size else None
+
+
 @cache
 def _registered(normalizer: str, implementation: str) -> str:
     name = f"qbench-{normalizer}-{implementation}"
     AttentionInterface.register(name, _attention(normalizer, implementation))
-    AttentionMaskInterface.register(name, mask_interface(implementation))
+    AttentionMaskInterface.register(name, _mask_function(implementation))
     return name
 
 

@@ -19,9 +19,8 @@ from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, LlamaForCausalLM
 
-from qbench.attention.masks import positions_counted
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.attention.transformers import set_attention
+from qbench.attention.transformers import positions_counted, set_attention
 from qbench.checkpoints.find import class_names
 from qbench.checkpoints.gated import model_class
 from qbench.training.training_recipe import (

@@ -14,8 +14,7 @@ from transformers import (
 )
 
 from qbench.attention import transformers as interface
-from qbench.attention.masks import BLOCKS_JOINED_LAST, positions_counted
-from qbench.attention.transformers import set_attention
+from qbench.attention.transformers import BLOCKS_JOINED_LAST, positions_counted, set_attention
 from qbench.errors import UnavailableError
 from qbench.evaluation.scoring.generate import cache_argument
 

@@ -13,9 +13,8 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention import transformers as transformers_attention
-from qbench.attention.masks import Mask
 from qbench.attention.quantized_kv import KV_CACHE
-from qbench.attention.transformers import attention_name, set_attention
+from qbench.attention.transformers import Mask, attention_name, set_attention
 from qbench.errors import RecipeError, UnavailableError
 from qbench.quantizers import fake_quant as rounding
 from qbench.quantizers.audit.compare import audit

@@ -1,4 +1,4 @@
-"""The base class of normalizers. Imports no torch."""
+"""The base class of normalizers, and their registry. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qbench.errors import UnavailableError
-from qbench.plugins import source_digest
+from qbench.plugins import Registry, source_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,6 +195,22 @@ class Normalizer(ABC):
                     f"{', '.join(names) or 'none'}"
                 )
         return given
+
+
+NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
+
+
+def register(normalizer: Normalizer) -> Normalizer:
+    """Register ``normalizer`` under its name for recipes, checkpoints and attention, and return it.
+    Raises ValueError if the name is taken, or if its kernels do not take each of its parameters;
+    RecipeError for a text that is no name."""
+    for parameter in normalizer.parameters if normalizer.kernels else ():
+        if parameter.name not in normalizer.kernels.parameters:
+            raise ValueError(
+                f"the kernels of {normalizer.name!r} do not take its parameter {parameter.name!r}; "
+                "set kernels = None, so that the reference computes it, or remove the parameter"
+            )
+    return NORMALIZERS.add(normalizer.name, normalizer)
 
 
 def log_lengths(scores: Tensor, allowed: Tensor | None, *, one_more: bool = False) -> Tensor:

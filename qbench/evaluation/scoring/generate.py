@@ -37,8 +37,8 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.masks import Mask
 from qbench.attention.quantized_kv import needs_sequences, one_scale
+from qbench.attention.transformers import Mask
 from qbench.checkpoints.find import moving_rope
 from qbench.errors import EvaluationError, first_line
 from qbench.evaluation.scoring.batching import Counts, check_tokens, encode_texts

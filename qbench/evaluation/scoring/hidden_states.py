@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.masks import Mask
 from qbench.attention.quantized_kv import READ, read_apart
+from qbench.attention.transformers import Mask
 from qbench.checkpoints.find import moving_rope
 from qbench.checkpoints.load import rounding_tolerance
 from qbench.errors import EvaluationError, UnavailableError, first_line
