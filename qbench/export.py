@@ -13,8 +13,7 @@ import pandas as pd
 from qbench.comparison.compare import compare
 from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import about as measured
-from qbench.comparison.verdict import verdict
-from qbench.comparison.wording import effect_text, interval_text
+from qbench.comparison.verdict import effect_text, interval_text, verdict
 from qbench.errors import QbenchError
 from qbench.evaluation.tasks import definition_file, read_definition
 from qbench.files import write_atomically

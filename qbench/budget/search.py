@@ -20,7 +20,7 @@ from qbench.budget import choose
 from qbench.budget.choose import UNQUANTIZED, column, solve, uniform_entry
 from qbench.comparison.losses import adjusted, kl_column
 from qbench.comparison.rows import bits_per_weight, gib
-from qbench.comparison.wording import interval_text
+from qbench.comparison.verdict import interval_text
 from qbench.files import write_atomically
 from qbench.plan import Plan
 from qbench.quantizers.config import alike

@@ -19,8 +19,7 @@ from qbench.gate.baseline import make
 from qbench.gate.check import check as judge
 from qbench.gate.verdict import Inconclusive, as_junit, as_markdown, parse_margins
 from qbench.store import Store
-from qbench.tables import table_files
-from qbench.tables.summary import summary
+from qbench.tables import summary, table_files
 
 
 def tables(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -18,7 +18,6 @@ from statistics import fmean
 
 import numpy as np
 
-from qbench.comparison.effects import minus
 from qbench.comparison.rows import Comparison
 from qbench.metrics import is_percentage, kind_of
 from qbench.records import ANSWERS, Damage, Record
@@ -27,6 +26,7 @@ from qbench.statistics import (
     Column,
     Effect,
     Missing,
+    Trainings,
     adjust,
     effects,
     over_trainings,
@@ -188,6 +188,18 @@ def _against(
     ours, theirs = (None if None in side else fmean(side) for side in sides)
     size = None if None in (ours, theirs) else ours - theirs
     return Missing(reason=answer.reason, estimate=size, kind=losses.kind)
+
+
+def minus(
+    members: Sequence[str], base: Sequence[str], signs: Callable[[str, int], Signs]
+) -> Trainings:
+    """Return the contrasts of ``members`` minus ``base``, as signed scores: ``[[member − base,
+    …]]``, pair by pair, if both have equally many trainings, else ``[members, −base]``, each group
+    by itself. ``signs`` gives the signed scores of a checkpoint, times a sign."""
+    ours, theirs = [signs(name, 1) for name in members], [signs(name, -1) for name in base]
+    if len(ours) != len(theirs):
+        return [ours, theirs]
+    return [[our | their for our, their in zip(ours, theirs, strict=True)]]
 
 
 def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:

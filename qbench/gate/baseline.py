@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from qbench.comparison.outcomes import Name, of_groups, read_columns, rounded
+from qbench.comparison.compare import Name, of_groups, read_columns, rounded
 from qbench.comparison.rows import status_of
 from qbench.errors import ResultsError
 from qbench.metrics import REDUNDANT, variance_name

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qbench.comparison.outcomes import Name
+from qbench.comparison.compare import Name
 from qbench.comparison.rows import changed_files, key_differences
 from qbench.errors import ResultsError, some
 from qbench.gate.baseline import CellResults, read, read_results

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from qbench.comparison.answers import AnswerDamage, TokenMeans
 from qbench.comparison.rows import Comparison, Row
-from qbench.comparison.wording import effect_text, interval_text, nats
+from qbench.comparison.verdict import effect_text, interval_text, nats
 from qbench.records import ANSWERS
 from qbench.tables.scores import drawn_notes
 from qbench.tables.table import Table, from_rows

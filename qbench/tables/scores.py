@@ -19,7 +19,7 @@ from qbench.comparison.rows import (
     trained,
     training_notes,
 )
-from qbench.comparison.wording import (
+from qbench.comparison.verdict import (
     MOSTLY_SEEDS,
     NO_INTERVAL,
     TIMES,

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from qbench import __version__
 from qbench.comparison.answers import split_prompts
-from qbench.comparison.compare import compare
-from qbench.comparison.outcomes import cell_flips
+from qbench.comparison.compare import cell_flips, compare
 from qbench.comparison.rows import (
     TESTED,
     Comparison,

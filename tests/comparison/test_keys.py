@@ -3,8 +3,7 @@
 import pytest
 from synthetic import make_store
 
-from qbench.comparison.compare import compare
-from qbench.comparison.outcomes import cell_flips, count_flips, read_columns
+from qbench.comparison.compare import cell_flips, compare, count_flips, read_columns
 from qbench.comparison.rows import explanation, find_cell, key_differences
 from qbench.errors import ResultsError
 from qbench.records import Flips, Unavailable

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qbench.comparison.compare import compare
-from qbench.comparison.outcomes import read_columns
+from qbench.comparison.compare import compare, read_columns
 from qbench.records import ANSWERS
 from qbench.statistics import KL_MEAN, Panel, effect
 from qbench.store import Store

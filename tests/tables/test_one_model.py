@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic import make_store
 
-from qbench.comparison.compare import compare
-from qbench.comparison.effects import chance_of_tasks
+from qbench.comparison.compare import chance_of_tasks, compare
 from qbench.comparison.verdict import verdict
 from qbench.records import (
     Damage,
@@ -21,8 +20,7 @@ from qbench.records import (
     Unavailable,
 )
 from qbench.store import Store
-from qbench.tables import render
-from qbench.tables.summary import summary
+from qbench.tables import render, summary
 from qbench.text import MINUS
 from qbench.viewer.data import Results
 
@@ -170,7 +168,7 @@ def test_tasks_at_chance_are_named_and_leave_the_family(tmp_path, monkeypatch, g
         if (row.task, row.metric) == ("arc_easy", "acc")
     )
     chance = {"arc_easy": before if guessing else 0.1}
-    monkeypatch.setattr("qbench.comparison.effects.chance_of_tasks", lambda *_: chance)
+    monkeypatch.setattr("qbench.comparison.compare.chance_of_tasks", lambda *_: chance)
     result = compare(store)
     assert (("mine", "arc_easy", "acc") in result.at_chance) is guessing
     assert ("At chance unquantized" in render(result)) is guessing

@@ -11,8 +11,7 @@ from synthetic import key, make_store
 
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, ResultsError
-from qbench.tables import render, score_tables
-from qbench.tables.frames import COLUMNS
+from qbench.tables import COLUMNS, render, score_tables
 from qbench.tables.scores import by_method
 
 SMALL = {"arc_easy": 53, "lambada_openai": 71, "wikitext": 7}
