@@ -56,8 +56,8 @@ from qbench.evaluation.kl_observer import (
 from qbench.evaluation.llamacpp import LlamaCpp, external_model
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.batching import check_tokens, encode_ahead
+from qbench.evaluation.scoring.forward import fit_settings
 from qbench.evaluation.scoring.generate import end_tokens
-from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import tolerance_violation
 from qbench.files import code_digest
 from qbench.machine import free, hardware

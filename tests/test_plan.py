@@ -18,7 +18,7 @@ from qbench import plan as planning
 from qbench.checkpoints.find import tried_classes
 from qbench.cli.run import notes
 from qbench.errors import CheckpointError, DataError, RecipeError
-from qbench.evaluation.scoring import hidden_states
+from qbench.evaluation.scoring import forward
 from qbench.files import SCORING, digest_of
 from qbench.plan import cell_names, plan, select
 from qbench.recipe import Recipe
@@ -369,8 +369,8 @@ def test_a_chat_model_that_is_asked_without_its_template_is_told(tmp_path, model
 
 def without_decoder(monkeypatch, kind):
     """Have models of one class give no decoder."""
-    right = hidden_states.decoder_of
-    monkeypatch.setattr(hidden_states, "decoder_of", lambda model: (
+    right = forward.decoder_of
+    monkeypatch.setattr(forward, "decoder_of", lambda model: (
         None if model.config.model_type == kind else right(model)))  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from qbench.analysis.hidden import decoder_layers
 from qbench.errors import EvaluationError
 from qbench.evaluation.kl_observer import ratio
-from qbench.evaluation.scoring.hidden_states import LMHead, decoder_and_head
+from qbench.evaluation.scoring.forward import LMHead, decoder_and_head
 from qbench.files import GIB
 from qbench.machine import memory_gib
 from qbench.metrics import perplexity

@@ -11,6 +11,7 @@ whole vocabulary. ``distributions`` and ``divergence_table`` summarize it for re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +25,7 @@ from torch.nn import functional
 
 from qbench.errors import EvaluationError, OutputError, ResultsError
 from qbench.evaluation.scoring.batching import Scored
-from qbench.evaluation.scoring.hidden_states import LMHead
-from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
+from qbench.evaluation.scoring.forward import LMHead, LogitsPart, Projection, to_device
 from qbench.files import clean_temporaries, write_tensors
 from qbench.records import (
     ANSWERS,
@@ -64,10 +64,10 @@ class BaselineHiddenStates:
         key parts. Raises ResultsError if a file cannot be written."""
         states = self.tasks.get(task)
         files = {task_key(parts, task): {} if states is None else states._asdict()}
-        try:
-            kept = len(_read(cache, head_key(parts))["weight"])
-        except ResultsError:
-            kept = -1
+        kept = -1
+        if baseline_file(cache, head_key(parts)).exists():
+            with suppress(ResultsError):  # a damaged file is written anew
+                kept = len(_read(cache, head_key(parts))["weight"])
         if kept < len(self.weight):
             files[head_key(parts)] = {"weight": self.weight, "bias": self.bias}
         for key, tensors in files.items():

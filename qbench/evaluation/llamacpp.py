@@ -32,14 +32,14 @@ from torch.nn import functional
 
 from qbench.errors import CheckpointError, EvaluationError, UnavailableError, first_line
 from qbench.evaluation.scoring.batching import Request, Scored
-from qbench.evaluation.scoring.generate import Prompt, add_noise, generate
-from qbench.evaluation.scoring.hidden_states import LMHead
-from qbench.evaluation.scoring.logits import (
+from qbench.evaluation.scoring.forward import (
+    LMHead,
     LogitsPart,
     LogLikelihood,
     Observer,
     Projection,
 )
+from qbench.evaluation.scoring.generate import Prompt, add_noise, generate
 from qbench.evaluation.scoring.scorer import Counts, Scorer, pinned_hflm
 from qbench.evaluation.settings import ScoringSettings
 from qbench.progress import Advance

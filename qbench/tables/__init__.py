@@ -19,12 +19,16 @@ from qbench.metrics import base_metric, is_percentage
 from qbench.statistics import Missing, documents_for_margin
 from qbench.tables.answers import answer_tables
 from qbench.tables.scores import against_table, by_method, tables_of
-from qbench.tables.table import Table, as_csv, from_rows, latex, markdown
 from qbench.text import (
     MINUS,
     NO_VALUE,
+    Table,
+    as_csv,
     for_markdown,
+    from_rows,
     group_by_reason,
+    latex,
+    markdown,
     metric_title,
     number,
     short,

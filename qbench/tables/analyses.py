@@ -12,9 +12,17 @@ from functools import partial
 from qbench.errors import ResultsError
 from qbench.records import Analysis, Damage, Measured, Record, Sensitivity
 from qbench.store import Analyses, Sensitivities, Store
-from qbench.tables.table import Table, as_csv, from_rows
-from qbench.tables.table import markdown as table_markdown
-from qbench.text import NO_VALUE, for_markdown, group_by_reason, number, significant
+from qbench.text import (
+    NO_VALUE,
+    Table,
+    as_csv,
+    for_markdown,
+    from_rows,
+    group_by_reason,
+    number,
+    significant,
+)
+from qbench.text import markdown as table_markdown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,7 @@ from qbench.comparison.rows import Comparison, Row
 from qbench.comparison.verdict import effect_text, interval_text, nats
 from qbench.records import ANSWERS
 from qbench.tables.scores import drawn_notes
-from qbench.tables.table import Table, from_rows
-from qbench.text import NO_VALUE, metric_title, number
+from qbench.text import NO_VALUE, Table, from_rows, metric_title, number
 
 NOTES = (
     "KL along answers: each precision reads the unquantized model's answers; mean over prompts, "

@@ -32,8 +32,17 @@ from qbench.comparison.verdict import (
 from qbench.records import ANSWERS, KEY_DIGITS
 from qbench.statistics import documents_for_margin, samples_needed
 from qbench.statistics.effect import DRAWN_ERRORS
-from qbench.tables.table import Cells, Table, from_rows
-from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
+from qbench.text import (
+    MINUS,
+    NO_VALUE,
+    Cells,
+    Table,
+    from_rows,
+    group_by_reason,
+    metric_title,
+    number,
+    significant,
+)
 
 if TYPE_CHECKING:
     from qbench.statistics import Effect

@@ -8,7 +8,7 @@ from tiny import SPARSE_KEYS, tiny_model
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring import batching
 from qbench.evaluation.scoring.batching import encode_ahead
-from qbench.evaluation.scoring.logits import MatmulRounding, probe_matmul
+from qbench.evaluation.scoring.forward import MatmulRounding, probe_matmul
 
 
 def both(model, **changes):

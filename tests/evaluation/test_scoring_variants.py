@@ -26,7 +26,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import set_attention
 from qbench.evaluation.kl_observer import KLObserver
 from qbench.evaluation.scoring.batching import Packing, Padding, Request
-from qbench.evaluation.scoring.hidden_states import PackedForward, fit_settings, packing_problem
+from qbench.evaluation.scoring.forward import PackedForward, fit_settings, packing_problem
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers import config_of
 from qbench.quantizers.quantize import apply, quantize

@@ -9,7 +9,7 @@ from tiny import CONFIGS, write_tiny
 from transformers import AutoModelForCausalLM
 
 from qbench.checkpoints import find
-from qbench.evaluation.scoring.hidden_states import fit_settings
+from qbench.evaluation.scoring.forward import fit_settings
 from qbench.evaluation.settings import MODES, Tolerance
 from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.calibration import Calibration

@@ -28,7 +28,7 @@ from qbench.checkpoints.find import (
 )
 from qbench.checkpoints.load import probe_logits, require_causal, require_ours
 from qbench.errors import CheckpointError, RecipeError, UnavailableError
-from qbench.evaluation.scoring.hidden_states import fit_settings
+from qbench.evaluation.scoring.forward import fit_settings
 from qbench.evaluation.settings import MODES, Tolerance
 from qbench.plan import _count
 from qbench.quantizers import config_of

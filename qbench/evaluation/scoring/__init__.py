@@ -2,7 +2,7 @@
 scoring and fast scoring.
 """
 
-from qbench.evaluation.scoring.logits import Observer
+from qbench.evaluation.scoring.forward import Observer
 from qbench.evaluation.scoring.scorer import HFLMScorer, Scorer, language_model
 
 __all__ = ["HFLMScorer", "Observer", "Scorer", "language_model"]

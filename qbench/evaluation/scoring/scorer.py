@@ -44,6 +44,21 @@ from qbench.evaluation.scoring.batching import (
     encode_texts,
     to_requests,
 )
+from qbench.evaluation.scoring.forward import (
+    LOG_PROBABILITY_BYTES,
+    LogLikelihood,
+    Observer,
+    PackedForward,
+    PaddedForward,
+    Projection,
+    RowScores,
+    decoder_and_head,
+    in_order,
+    probe_matmul,
+    rope_limit,
+    score_rows,
+    to_device,
+)
 from qbench.evaluation.scoring.generate import (
     Prompt,
     decode,
@@ -51,23 +66,6 @@ from qbench.evaluation.scoring.generate import (
     generate,
     generate_by_hflm,
     unsupported_by_slots,
-)
-from qbench.evaluation.scoring.hidden_states import (
-    PackedForward,
-    PaddedForward,
-    decoder_and_head,
-    rope_limit,
-)
-from qbench.evaluation.scoring.logits import (
-    LOG_PROBABILITY_BYTES,
-    LogLikelihood,
-    Observer,
-    Projection,
-    RowScores,
-    in_order,
-    probe_matmul,
-    score_rows,
-    to_device,
 )
 from qbench.evaluation.settings import (
     ScoringSettings,
