@@ -4,8 +4,8 @@ top to bottom.
 1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
 2. ``_queue`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, or those that go through a streamed model together
-   (``qbench.streaming``), and splits what does not fit the device. Of its hidden states
-   (``forward``), those that are scored become log-probabilities (``logits``);
+   (``qbench.streaming``), and splits what does not fit the device. Of its hidden states, those
+   that are scored become log-probabilities (``forward``);
 4. ``in_order`` adds these up, request by request.
 
 lm-eval's HFLM, with every setting that moves scores stated, is what exact and fast scoring are
