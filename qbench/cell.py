@@ -130,7 +130,7 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
         tasks = loading.result()
         result.documents = {task.name: task.digest for task in tasks}
         model = quantized(result, model, tokenizer, cache)
-        with result.measured("evaluate"):
+        with result.stage("evaluate", shown=False):  # but each of its tasks is
             building.exception()  # waits; what cannot be built says so when its task is scored
             _Evaluation(result, tokenizer, store, cache).run(model, tasks, reuse)
 

@@ -82,17 +82,14 @@ class CellResult:
     bad_input: bool = False  # the cell failed because its checkpoint cannot be loaded
 
     @contextmanager
-    def stage(self, name: str, total: float | None = None) -> Iterator[list[str]]:
-        """Time the body as ``measured`` does, and show its progress, of ``total`` pieces of work
-        (None: not known)."""
-        self.progress.stage(self.cell.name, name, total)
-        with self.measured(name) as detail:
-            yield detail
-
-    @contextmanager
-    def measured(self, name: str) -> Iterator[list[str]]:
+    def stage(
+        self, name: str, total: float | None = None, *, shown: bool = True
+    ) -> Iterator[list[str]]:
         """Time the body as a stage of the record, with peak memory, also if it raises; texts that
-        the body appends to the yielded list become its detail."""
+        the body appends to the yielded list become its detail. If it is ``shown``, its progress is,
+        of ``total`` pieces of work (None: not known)."""
+        if shown:
+            self.progress.stage(self.cell.name, name, total)
         detail: list[str] = []
         device = self.plan.device
         reset_peak_memory(device)

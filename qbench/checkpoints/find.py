@@ -555,10 +555,16 @@ def _normalizer(config: dict[str, Any], by_recipe: str | None, headers: Iterable
             f"config.json: qbench_normalizer {by_config!r} is unknown; known: {names}"
         )
     if fla.recognizes(config) and config.get("attn_impl") is not None:
-        by_format = fla.normalizer(config)
+        implementation = config["attn_impl"]
+        if not isinstance(implementation, str) or implementation not in fla.NORMALIZER_OF:
+            raise CheckpointError(
+                f"config.json: attn_impl {implementation!r} is unknown; known: "
+                f"{', '.join(fla.NORMALIZER_OF)}"
+            )
+        by_format = fla.NORMALIZER_OF[implementation]
         if by_config not in (None, by_format):
             raise CheckpointError(
-                f"config.json contradicts itself: attn_impl {config['attn_impl']!r} means "
+                f"config.json contradicts itself: attn_impl {implementation!r} means "
                 f"{by_format}, but qbench_normalizer is {by_config!r}; correct one of them"
             )
     elif fla.recognizes(config) and by_config is None and by_recipe not in ("softmax", NATIVE):

@@ -125,24 +125,11 @@ def recognizes(config: dict[str, Any]) -> bool:
     return config.get("model_type") == "transformer"
 
 
-def normalizer(config: dict[str, Any]) -> str:
-    """Return the normalizer that ``attn_impl``, which ``config`` must have, names. Raises
-    CheckpointError for unknown ones."""
-    implementation = config["attn_impl"]
-    if not isinstance(implementation, str) or implementation not in NORMALIZER_OF:
-        raise CheckpointError(
-            f"config.json: attn_impl {implementation!r} is unknown; known: "
-            f"{', '.join(NORMALIZER_OF)}"
-        )
-    return NORMALIZER_OF[implementation]
-
-
 def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the equal class in transformers: ``model_type`` and its fields. Raises
     CheckpointError for unknown fields, impossible sizes, and values that no such class computes."""
     parsed = parse(config)
-    kind, fields = _kind(parsed)
-    hidden, heads = parsed.hidden_size, parsed.num_heads
+    hidden, heads, layers = parsed.hidden_size, parsed.num_heads, parsed.num_hidden_layers
     shared = parsed.num_kv_heads or heads
     if hidden % heads or (hidden // heads) % 2 or heads % shared:
         raise CheckpointError(
@@ -161,6 +148,17 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
             f"config.json: qbench_rotary {parsed.qbench_rotary} and rope_theta {theta} contradict "
             "each other: set rope_theta to null exactly if the model has no rotary embedding"
         )
+    kind, fields = "llama", {}
+    if parsed.qbench_gate is not None:
+        if not parsed.qbench_rotary:
+            raise CheckpointError(
+                f"config.json: qbench_gate {parsed.qbench_gate} without a rotary embedding: no "
+                "class computes that; leave the checkpoint out"
+            )
+        kind, fields = "gated-llama", {"gate": parsed.qbench_gate}
+    elif not parsed.qbench_rotary:
+        kind = "smollm3"
+        fields = {"layer_types": ["full_attention"] * layers, "no_rope_layers": [0] * layers}
     return {
         "model_type": kind,
         "vocab_size": parsed.vocab_size,
@@ -168,11 +166,13 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": parsed.intermediate_size
         # flash-linear-attention's rule: 2/3 of hidden · ratio, rounded up to 256
         or 256 * math.ceil(int(hidden * (parsed.hidden_ratio or 4) * 2 / 3) / 256),
-        "num_hidden_layers": parsed.num_hidden_layers,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": shared,
         "head_dim": hidden // heads,
         "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
         "max_position_embeddings": parsed.max_position_embeddings,
         "rms_norm_eps": float(parsed.norm_eps),
         "rope_parameters": {
@@ -191,20 +191,3 @@ def in_transformers_words(config: dict[str, Any]) -> dict[str, Any]:
     """Return ``config`` in transformers' fields: translated by ``llama_settings``, which may raise
     CheckpointError, if it is flash-linear-attention's, else as it is."""
     return llama_settings(config) if recognizes(config) else config
-
-
-def _kind(parsed: Config) -> tuple[str, dict[str, Any]]:
-    """Return the ``model_type`` in transformers that computes the same, and its further fields."""
-    fields: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
-    layers = parsed.num_hidden_layers
-    if parsed.qbench_gate is not None:
-        if not parsed.qbench_rotary:
-            raise CheckpointError(
-                f"config.json: qbench_gate {parsed.qbench_gate} without a rotary embedding: no "
-                "class computes that; leave the checkpoint out"
-            )
-        return "gated-llama", {**fields, "gate": parsed.qbench_gate}
-    if not parsed.qbench_rotary:
-        each = {"layer_types": ["full_attention"] * layers, "no_rope_layers": [0] * layers}
-        return "smollm3", {**fields, **each}
-    return "llama", fields
