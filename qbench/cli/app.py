@@ -10,15 +10,19 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from qbench import __version__, removed
-from qbench.errors import INTERRUPTED, STOPPED, QbenchError, shown
+from qbench.errors import INTERRUPTED, STOPPED, OutputError, QbenchError, shown
+from qbench.files import write_atomically
 from qbench.machine import set_library_env, visible_gpus
+
+if TYPE_CHECKING:
+    from qbench.store import Store
 
 
 def complain(line: str) -> None:
@@ -42,6 +46,26 @@ def refuse(error: Exception) -> NoReturn:
 def show_written(paths: list[Path]) -> None:
     """Print which files a command wrote, on standard error so that output can be piped."""
     typer.echo("written: " + ", ".join(str(path) for path in paths), err=True)
+
+
+def show_tables(
+    store: Store, *, format: str = "md", published: str | None = None, against: str | None = None
+) -> None:
+    """Print and write tables as the command ``tables`` does with these options. If the folder
+    cannot be written, say so and print only."""
+    from qbench.comparison.compare import compare  # scipy: no other command waits for it
+    from qbench.tables import summary, table_files
+
+    comparison = compare(store, against=against)
+    formats = ("md", "csv") if format == "md" else (format,)
+    files = table_files(comparison, formats, published=published)
+    typer.echo(summary(comparison) if format == "md" else files[f"tables.{format}"], nl=False)
+    try:
+        for name, text in files.items():
+            write_atomically(store.directory / name, text.encode())
+        show_written([store.directory / name for name in files])
+    except OutputError as error:
+        typer.echo(f"tables are only printed: {error}", err=True)
 
 
 RUN, READ = "Run recipes", "Read results"

@@ -9,17 +9,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from qbench.cli.app import show_written
+from qbench.cli.app import show_tables, show_written
 from qbench.cli.options import Folder, NewFile
-from qbench.comparison.compare import compare
-from qbench.comparison.rows import Comparison
 from qbench.errors import OutputError
 from qbench.files import write_atomically
 from qbench.gate.baseline import make
 from qbench.gate.check import check as judge
 from qbench.gate.verdict import Inconclusive, as_junit, as_markdown, parse_margins
 from qbench.store import Store
-from qbench.tables import summary, table_files
 
 
 def tables(
@@ -44,24 +41,6 @@ def tables(
     against: Also what each precision loses against this one, by score.
     """
     show_tables(Store(folder), format=format, published=published, against=against)
-
-
-def show_tables(
-    store: Store, *, format: str = "md", published: str | None = None, against: str | None = None
-) -> Comparison:
-    """Print and write tables as the command ``tables`` does with these options; return the
-    comparison. If the folder cannot be written, say so and print only."""
-    comparison = compare(store, against=against)
-    formats = ("md", "csv") if format == "md" else (format,)
-    files = table_files(comparison, formats, published=published)
-    typer.echo(summary(comparison) if format == "md" else files[f"tables.{format}"], nl=False)
-    try:
-        for name, text in files.items():
-            write_atomically(store.directory / name, text.encode())
-        show_written([store.directory / name for name in files])
-    except OutputError as error:
-        typer.echo(f"tables are only printed: {error}", err=True)
-    return comparison
 
 
 class Across(StrEnum):

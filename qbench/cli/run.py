@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from qbench.checkpoints.find import elements
-from qbench.cli.app import complain
+from qbench.cli.app import complain, show_tables
 from qbench.cli.options import (
     ClusterOption,
     DeviceOption,
@@ -184,8 +184,6 @@ def run(
     # its processes import libraries while the run is planned
     with launch(launcher, cells, cluster=cluster, gpus=gpus, workers=workers) as launcher:
         planned, records = _run_cells(launcher, only, force, grow=workers is None)
-    from qbench.cli.results import show_tables  # pandas
-
     store = Store(launcher.out, manifest=planned.manifest())
     if only is not None:  # tables also show finished cells that --only leaves out
         chosen = {record.cell for record in (*records, *store.records())}
@@ -224,7 +222,7 @@ def _run_cells(
             display.log(f"calibration text: {planned.calibration.path}")
         begun = datetime.now(UTC)
         if launcher.executor is not None:  # while others work: pandas and scipy, for the tables
-            Thread(target=import_module, args=("qbench.cli.results",), daemon=True).start()
+            Thread(target=import_module, args=("qbench.tables",), daemon=True).start()
         records = run_cells(
             planned, out=out, cells=cells, executor=launcher.executor, progress=display, force=force
         )

@@ -11,12 +11,6 @@ if TYPE_CHECKING:
 WHOLE_ROW = -1
 
 
-def shared_by(group_size: int) -> str:
-    """Return how weights of a row share scales, in words: ``in groups of 128``, or ``per row`` for
-    −1."""
-    return "per row" if group_size == WHOLE_ROW else f"in groups of {group_size}"
-
-
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
     """A floating-point format: ``mantissa`` bits, smallest normal 2^``lowest``, largest value

@@ -13,9 +13,9 @@ from qbench.attention.normalizers.normalizer import (
     Kernels,
     Normalizer,
     Parameter,
+    Scalable,
     register,
 )
-from qbench.attention.normalizers.scalable import Scalable
 from qbench.attention.normalizers.sigmoid import Sigmoid
 from qbench.attention.normalizers.softmax import Rectified, Softmax, Softmax1, SoftmaxSink
 from qbench.attention.normalizers.softpick import Softpick

@@ -1,10 +1,11 @@
-"""The base class of normalizers, and their registry. Imports no torch."""
+"""The base class of normalizers, their registry, and the normalizer of scaled scores, which wraps
+another. Imports no torch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from qbench.errors import UnavailableError
@@ -222,3 +223,33 @@ def log_lengths(scores: Tensor, allowed: Tensor | None, *, one_more: bool = Fals
     else:
         lengths = allowed.sum(-1, keepdim=True).clamp(min=1 - one_more).to(scores.dtype)
     return (lengths + one_more).log()
+
+
+# 1 over the mean of log n for n up to 1,024: scores of such rows stay about what they are.
+S = Parameter(name="s", trainable=True, attribute="s", initial=0.168)
+
+
+class Scalable(Normalizer):
+    """The normalizer ``plain`` of scores times s · log n, with n the keys that the query may see
+    and s trained per head (Nakanishi 2025; the softpick paper's equation 8).
+
+    With ``one_more`` times s · log (n + 1), as flash-linear-attention computes it: its table of
+    logarithms begins at log 2 for the first token.
+    """
+
+    parameters = (S, SLOPES)
+
+    def __init__(self, plain: Normalizer, *, one_more: bool = False) -> None:
+        self.plain, self.one_more = plain, one_more
+        self.name = f"scalable-{plain.name}" + ("-next" if one_more else "")
+        scale = "s log (n + 1), as flash-linear-attention has it" if one_more else "s log n"
+        self.description = f"{plain.name} of the scores times {scale}"
+        self.rows_sum_to_one, self.sparse = plain.rows_sum_to_one, plain.sparse
+        self.kernels = replace(plain.kernels, scaled=True, one_more=one_more)
+
+    def weights(
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
+    ) -> Tensor:
+        s = parameters["s"].to(scores.dtype)[:, None, None]
+        scale = s * log_lengths(scores, allowed, one_more=self.one_more)
+        return self.plain.weights(scores * scale, allowed=allowed, parameters={})

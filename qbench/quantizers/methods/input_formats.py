@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from qbench.quantizers.config import GroupSize, Patterns, Settings, settings
-from qbench.quantizers.formats import BLOCK_FORMATS, WHOLE_ROW, QuantFormat, number, shared_by
+from qbench.quantizers.formats import BLOCK_FORMATS, WHOLE_ROW, QuantFormat, number
 from qbench.quantizers.registry import register
 from qbench.records import UNQUANTIZED_BITS, Part, Precision
 
@@ -87,7 +87,8 @@ class RoundedInputs(Activations):
             of_layer = "" if form.dynamic else ", tensor scale static"
             scheme = f"{self.element} in blocks of {form.group_size}{of_layer}"
         elif self.per == "token":
-            per = "per token" if self.group_size == WHOLE_ROW else shared_by(self.group_size)
+            whole = self.group_size == WHOLE_ROW
+            per = "per token" if whole else f"in groups of {self.group_size}"
             scheme = f"{form.words} {per}{form.sides}"
         else:
             when = "dynamic" if form.dynamic else "static"

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from qbench.quantizers.config import GroupSize, Shapes, WeightSettings, settings
-from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, shared_by
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.quantizers.registry import register
 from qbench.records import Part, Precision
 
@@ -42,6 +42,12 @@ class Grouped(WeightSettings):
         return columns if size == WHOLE_ROW else size
 
     @property
+    def grouping(self) -> str:
+        """Return how weights share scales, in words: ``in groups of 128``, or ``per row``."""
+        size = self.group_size or self.sizes[0]
+        return "per row" if size == WHOLE_ROW else f"in groups of {size}"
+
+    @property
     def blocks(self) -> tuple[int, int]:
         """Return (1, group size); (group size, 1) for groups across rows; (1, 1) if no size is
         fixed or the group is the whole row."""
@@ -62,7 +68,7 @@ class GroupedIntegers(Grouped):
     @property
     def scheme(self) -> str:
         """Return the scheme in the field's words: ``int4 in groups of 128``."""
-        return f"int{self.num_bits} {shared_by(self.group_size or self.sizes[0])}"
+        return f"int{self.num_bits} {self.grouping}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
         """Return the bits per weight of a group's float16 scale and 8-bit zero."""
@@ -88,7 +94,7 @@ class EvenlySpaced(GroupedIntegers):
     def scheme(self) -> str:
         """Return the scheme in the field's words: ``int4 symmetric in groups of 128``."""
         kind = "symmetric" if self.symmetric else "asymmetric"
-        return f"int{self.num_bits} {kind} {shared_by(self.group_size or self.sizes[0])}"
+        return f"int{self.num_bits} {kind} {self.grouping}"
 
 
 @register(

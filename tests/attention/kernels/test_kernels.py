@@ -12,7 +12,7 @@ from qbench.attention import kernels, reference
 from qbench.attention.kernels import decode, forward, ops
 from qbench.attention.kernels.common import Launch
 from qbench.attention.normalizers import NORMALIZERS, Kernels
-from qbench.attention.normalizers.scalable import S
+from qbench.attention.normalizers.normalizer import S
 from qbench.attention.normalizers.softmax import SoftmaxSink
 from qbench.attention.transformers import set_attention
 from qbench.errors import UnavailableError
