@@ -257,14 +257,39 @@ def quantized(
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
 ) -> PreTrainedModel:
-    """Return ``model`` quantized by the cell's settings, after an audit, whose result goes into
-    ``result``. Without an original, and for a model of lm-eval, nothing is audited. Raises
-    AuditError if the audit fails."""
-    original = _copy_of_original(result.cell, model)
+    """Return ``model`` quantized by the cell's settings, after an audit against its original, whose
+    result goes into ``result``. Without an original, and for a model of lm-eval, nothing is
+    audited. Raises AuditError if the audit fails."""
+    cell, plan = result.cell, result.plan
+    original = _copy_of_original(cell, model)
     with result.stage("quantize") as detail:
-        model, how = quantized_model(result.cell, model, tokenizer, cache, result.advance)
+        model, how = quantized_model(cell, model, tokenizer, cache, result.advance)
         detail.append(how)
-    _audit(result, model, original)
+    if cell.without_baseline or cell.quantization.runtime == "lm-eval":
+        return model  # there is nothing to compare it with: the record is not audited
+    with result.stage("audit"):
+        audited, wrong = model, list[str]()
+        if cell.copy is None and not cell.quantization.parts:
+            original, wrong = model, unlike_files(model, cell.checkpoint)
+        elif original is None:  # read again: quantizing has changed the first
+            original = load_original(cell, plan, verify=cell.copy is not None)
+        probe = probe_of(original.config.vocab_size).to(plan.device)
+        if cell.quantization.runtime == "llama.cpp":
+            audited = load_original(cell, plan)
+            linearize(audited)  # Conv1D as llama.cpp has it
+            write_gguf_into(audited, str(cell.copy.folder))
+            wrong = model.disagreement(audited, probe[:, : cell.scoring.max_length])
+        measured = audit(
+            original, audited, cell.quantization, probe, batch_invariant, result.advance
+        )
+        problems = (*wrong, *measured.problems)
+        result.audit = measured.model_copy(update={"problems": problems, "passed": not problems})
+        del original, audited
+        free(plan.device)
+    if not result.audit.passed:
+        first, rest = result.audit.problems[:3], result.audit.problems[3:]
+        more = f"; and {len(rest)} more, all in the record" if rest else ""
+        raise AuditError("audit: " + "; ".join(first) + more)
     return model
 
 
@@ -317,36 +342,6 @@ def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibratio
     if rows := config.get("text_config", config).get("vocab_size"):
         check_tokens([[int(calibration.ids.max())]], rows)
     return calibration
-
-
-def _audit(result: CellResult, model: PreTrainedModel, original: PreTrainedModel | None) -> None:
-    """Audit the quantized ``model`` against the ``original``, which is loaded again if it is None,
-    and put the audit into ``result``. Raises AuditError if it fails. Nothing is audited without an
-    original."""
-    cell, plan = result.cell, result.plan
-    if cell.without_baseline or cell.quantization.runtime == "lm-eval":
-        return  # there is nothing to compare it with: the record is not audited
-    with result.stage("audit"):
-        wrong: list[str] = []
-        if cell.copy is None and not cell.quantization.parts:
-            original, wrong = model, unlike_files(model, cell.checkpoint)
-        elif original is None:  # read again: quantizing has changed the first
-            original = load_original(cell, plan, verify=cell.copy is not None)
-        probe = probe_of(original.config.vocab_size).to(plan.device)
-        if cell.quantization.runtime == "llama.cpp":
-            runtime, model = model, load_original(cell, plan)
-            linearize(model)  # Conv1D as llama.cpp has it
-            write_gguf_into(model, str(cell.copy.folder))
-            wrong = runtime.disagreement(model, probe[:, : cell.scoring.max_length])
-        measured = audit(original, model, cell.quantization, probe, batch_invariant, result.advance)
-        problems = (*wrong, *measured.problems)
-        result.audit = measured.model_copy(update={"problems": problems, "passed": not problems})
-        del original
-        free(plan.device)
-    if not result.audit.passed:
-        first, rest = result.audit.problems[:3], result.audit.problems[3:]
-        more = f"; and {len(rest)} more, all in the record" if rest else ""
-        raise AuditError("audit: " + "; ".join(first) + more)
 
 
 def _baseline(result: CellResult, store: Store) -> set[str] | None:
