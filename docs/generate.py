@@ -20,6 +20,7 @@ import jinja2
 import pandas as pd
 from scipy.stats import t
 
+from qbench.cli.run import RATES
 from qbench.statistics.effect import holm
 
 ROOT = Path(__file__).parent.parent
@@ -596,11 +597,17 @@ def kl_over_sum(*labels: str) -> str:
     return from_to([mix["kl"] / mix["sum"] for mix in mixes], "{:.2f}".format)
 
 
+def planned_rate(device: str, kind: str) -> str:
+    """Return what ``qbench plan`` assumes of ``device``: seconds, or 10⁹ operations per second."""
+    number = RATES[device][kind]
+    return f"{number / 1e9 if number > 1e9 else number:,.0f}"
+
+
 FUNCTIONS = (
     budgets, find_budget, kl_over_sum, gptq_library, from_to,
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
-    counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
+    planned_rate, counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
     answers, table_of, replicated, has, verdict, of_kind, by_seed, over_seeds, seed_count,
     gate_share, repeated, answered, layer_shares, seeds_text, training_seconds,
 )  # fmt: skip

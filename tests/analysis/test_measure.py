@@ -139,15 +139,8 @@ def test_keys_are_measured_as_a_quantized_cache_gives_them_back(pair):
 # Attention maps: weights of chosen heads, as the definition has them.
 
 
-@pytest.fixture(scope="module", params=["softmax", "softpick"])
-def loaded(request):
-    checkpoint = find(str(DEMO / request.param))
-    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    return model, load_tokenizer(checkpoint)
-
-
-def test_maps_are_lower_triangles_of_weights_on_three_kinds_of_text(loaded):
-    model, tokenizer = loaded
+def test_maps_are_lower_triangles_of_weights_on_three_kinds_of_text(pair):
+    model, tokenizer, _ = pair
     prose = torch.randint(3, 400, (60,), generator=torch.Generator().manual_seed(0))
     result = attention_maps(model, tokenizer, prose, [(1, 3), (0, 0)])
     assert [(m.text, m.layer, m.head) for m in result] == [

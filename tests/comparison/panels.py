@@ -10,10 +10,16 @@ FOUR = {"a": 1, "b": -1, "c": -1, "d": 1}
 
 
 def panel(*values, weights=None):
-    matrix = np.stack([np.asarray(column, dtype=float) for column in values], axis=1)
-    names = list(TWO) if len(values) == 2 else list(FOUR)
-    weights = np.ones_like(matrix) if weights is None else np.stack([weights] * len(values), axis=1)
-    return Panel(values=matrix, weights=weights, index={name: i for i, name in enumerate(names)})
+    """Of two or four cells' outcomes, each [documents]."""
+    return panel_of(dict(zip(TWO if len(values) == 2 else FOUR, values, strict=True)), weights)
+
+
+def panel_of(values, weights=None):
+    """Of outcomes by name, each [documents]."""
+    matrix = np.stack([np.asarray(column, dtype=float) for column in values.values()], axis=1)
+    weights = np.ones(len(matrix)) if weights is None else weights
+    weights = np.repeat(weights[:, None], len(values), axis=1)
+    return Panel(values=matrix, weights=weights, index={name: i for i, name in enumerate(values)})
 
 
 def together(pairs, aggregation, signs=TWO):

@@ -4,19 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from panels import panel_of as panel
 from scipy import stats
 
-from qbench.statistics import Missing, Panel, effect, over_seeds
+from qbench.statistics import Missing, effect, over_seeds
 
 DOCUMENTS = 50
 SLOW = pytest.mark.slow
-
-
-def panel(values, weights=None):
-    """Of outcomes by name, each [documents]."""
-    matrix = np.stack(list(values.values()), axis=1)
-    weights = np.ones_like(matrix) if weights is None else np.stack([weights] * matrix.shape[1], 1)
-    return Panel(values=matrix, weights=weights, index={name: i for i, name in enumerate(values)})
 
 
 def pairs(seeds):

@@ -6,37 +6,25 @@ ARC-easy, at temperature 0.7, at most 96 tokens), and whether they stopped by th
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+from gate.gate_results import answered, gate_of
 
-from qbench.gate.baseline import CellResults
-from qbench.gate.check import changes, judge
-from qbench.gate.verdict import margin_of
-from qbench.metrics import LOG_MEAN
-from qbench.records import ANSWERS, Precision, Score
-from qbench.statistics import Column, adjust
+from qbench.gate.check import changes
+from qbench.statistics import adjust
 from qbench.statistics.effect import Effect
 
 SAMPLES = Path(__file__).with_name("answer_samples.csv")
-METRICS = {"length": LOG_MEAN, "stops": "mean"}
+METRICS = ("length", "stops")
 PROMPTS = 200
 MOST = 0.02
 
 
 def side(metric, values):
     """Return one run's results of ``metric``, of answers [prompts, samples]."""
-    name, one = (ANSWERS, metric), np.ones(PROMPTS)
-    mean = values.mean(axis=1)
-    score = Score(task=ANSWERS, label=ANSWERS, metric=metric, value=float(mean.mean()), stderr=None,
-                  higher_is_better=metric == "stops", documents=PROMPTS,
-                  aggregation=METRICS[metric])  # fmt: skip
-    spread = values.var(axis=1, ddof=1) / values.shape[1]
-    columns = [{name: Column.of(np.arange(PROMPTS), each, one)} for each in (mean, spread)]
-    return CellResults(SimpleNamespace(precision=Precision()), columns[0], {name: score},
-                       columns[1])  # fmt: skip
+    return answered(metric, values.mean(axis=1), values.var(axis=1, ddof=1) / values.shape[1])
 
 
 def sham_runs(runs, samples, shift=0.0):
@@ -68,14 +56,7 @@ def marks(runs, samples, shift=0.0):
 def gates(runs, samples, given, shift=0.0):
     """Return the gate's results, those of a run together."""
     for sides in sham_runs(runs, samples, shift):
-        results = []
-        for metric, (old, new) in sides.items():
-            name = (ANSWERS, metric)
-            margin = margin_of(old.scores[name], old.columns[name], given, lines=len(METRICS),
-                               variance=old.variances[name])  # fmt: skip
-            change = changes({"a/b": (old, new)})["a/b", name]
-            results.append(judge(change, margin, old.columns[name], new.columns[name]))
-        yield results
+        yield [gate_of(metric, *both, given, lines=len(METRICS)) for metric, both in sides.items()]
 
 
 @pytest.mark.slow

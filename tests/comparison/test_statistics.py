@@ -143,10 +143,6 @@ def test_intervals_allow_for_documents_with_much_kl_that_a_sample_has_missed():
     assert coverage_of(results, np.log(kl.mean())) >= 0.935
 
 
-def test_a_kl_of_0_has_no_logarithm():
-    assert effect(panel(np.zeros(20), np.ones(20)), TWO, KL_MEAN).reason == "a KL divergence is 0"
-
-
 @pytest.mark.parametrize("aggregation", [KL_MEAN, "perplexity", "weighted_perplexity", "mean"])
 @pytest.mark.parametrize("documents", [30, pytest.param(1_100, marks=pytest.mark.slow)])
 def test_contrasts_that_are_computed_together_are_those_of_each_alone(aggregation, documents):
@@ -193,6 +189,7 @@ def test_contrasts_that_are_computed_together_are_those_of_each_alone(aggregatio
         ("perplexity", np.full(20, -np.inf), np.zeros(20), "a score is not finite"),
         ("perplexity", np.full(20, np.nan), np.zeros(20), "a score is not finite"),
         ("mean", np.ones(1), np.ones(1), "fewer than two documents"),
+        (KL_MEAN, np.zeros(20), np.ones(20), "a KL divergence is 0"),
     ],
 )
 def test_what_has_no_interval_says_why(aggregation, new, old, reason):

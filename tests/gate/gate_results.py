@@ -1,11 +1,17 @@
 """Results that differ from the good grid in one stated way."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 from synthetic import make_store
 
-from qbench.gate.check import check
-from qbench.gate.verdict import GateResult, Verdict
+from qbench.gate.baseline import CellResults
+from qbench.gate.check import changes, check, judge
+from qbench.gate.verdict import GateResult, Verdict, margin_of
+from qbench.metrics import LOG_MEAN
+from qbench.records import ANSWERS, Precision, Score
+from qbench.statistics import Column
 from qbench.store import Store
 
 SIZES = {"arc_easy": 700, "lambada_openai": 500, "wikitext": 40}
@@ -38,3 +44,23 @@ def record_of(store: Store, cell: str):
 
 def audit_of(store: Store, cell: str):
     return record_of(store, cell).audit
+
+
+def answered(metric: str, values, variances=None) -> CellResults:
+    """A cell's ``metric`` of answers, a value per prompt, with the variance that drawing adds."""
+    documents, name, one = np.arange(len(values)), (ANSWERS, metric), np.ones(len(values))
+    score = Score(task=ANSWERS, label=ANSWERS, metric=metric, value=float(np.mean(values)),
+                  stderr=None, higher_is_better=metric in ("stops", "exact_match"),
+                  documents=len(values),
+                  aggregation=LOG_MEAN if metric in ("kl", "length") else "mean")  # fmt: skip
+    spread = {} if variances is None else {name: Column.of(documents, variances, one)}
+    record = SimpleNamespace(precision=Precision())
+    return CellResults(record, {name: Column.of(documents, values, one)}, {name: score}, spread)
+
+
+def gate_of(metric: str, old: CellResults, new: CellResults, given, lines: int) -> GateResult:
+    name = (ANSWERS, metric)
+    margin = margin_of(old.scores[name], old.columns[name], given, lines=lines,
+                       variance=old.variances.get(name))  # fmt: skip
+    return judge(changes({"a/b": (old, new)})["a/b", name], margin, old.columns[name],
+                 new.columns[name])  # fmt: skip

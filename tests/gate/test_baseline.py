@@ -39,14 +39,6 @@ def test_replacing_a_baseline_must_be_asked_for(tmp_path, good, standard):
     assert path.read_bytes() != before
 
 
-@pytest.mark.parametrize("state", ["failed", "missing"])
-def test_no_baseline_is_made_of_broken_results(tmp_path, state):
-    store = changed(tmp_path, **{state: ("softmax/hqq-4bit", "softpick/hqq-4bit")})
-    words = rf"no baseline can be made from it: softmax/hqq-4bit, softpick/hqq-4bit: {state}"
-    with pytest.raises(ResultsError, match=words):
-        baseline.make(store, tmp_path / "baseline.tar.xz")
-
-
 def without_a_task(record):
     kept = tuple(score for score in record.scores if score.task != "wikitext")
     return {"scores": kept, "failed_tasks": {"wikitext": "it gives NaN"}}
@@ -58,14 +50,18 @@ def endless(record):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [(without_a_task, "wikitext failed: it gives NaN"), (endless, "arc_easy acc is inf"),
-     (lambda record: {"audit": None}, "not audited")],
+    ("settings", "change", "words"),
+    [*(({state: (CELL, "softpick/hqq-4bit")}, None, f", softpick/hqq-4bit: {state}")
+       for state in ("failed", "missing")),
+     ({}, without_a_task, ": wikitext failed: it gives NaN"),
+     ({}, endless, ": arc_easy acc is inf"),
+     ({}, lambda record: {"audit": None}, ": not audited")],
 )  # fmt: skip
-def test_no_baseline_is_made_of_a_cell_that_is_no_standard(tmp_path, change, words):
-    store = changed(tmp_path)
-    update(store, CELL, **change(record_of(store, CELL)))
-    with pytest.raises(ResultsError, match=rf"no baseline can be made from it: {CELL}: {words}"):
+def test_no_baseline_is_made_of_a_cell_that_is_no_standard(tmp_path, settings, change, words):
+    store = changed(tmp_path, **settings)
+    if change is not None:
+        update(store, CELL, **change(record_of(store, CELL)))
+    with pytest.raises(ResultsError, match=rf"no baseline can be made from it: {CELL}{words}"):
         baseline.make(store, tmp_path / "baseline.tar.xz")
 
 

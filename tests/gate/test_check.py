@@ -3,14 +3,15 @@
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from gate_results import CELL, QUANTIZERS, SIZES, audit_of, changed, failed, of, record_of, update
 from small_recipe import qbench
-from synthetic import make_store, scores
+from synthetic import LAYERS, make_store, scores
 
-from qbench.errors import OutputError, RecipeError
+from qbench.errors import OutputError, RecipeError, ResultsError
 from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown, parse_margins
 
@@ -206,3 +207,152 @@ def test_documents_that_are_missing_fail_and_are_counted(tmp_path, good, standar
     assert all(gate.old == gate.new for gate in gates)
     assert all(gate.outcome == "fail" for gate in gates)
     assert all("670 of the baseline's 700 documents are missing" in g.reason for g in gates)
+
+
+# One broken layer is caught and named, though the model's mean and its scores hide it.
+
+
+BROKEN = LAYERS[1]
+OTHER_BITS = {"digest": "f" * 64}
+
+
+def with_layer(folder, **fields):
+    """The good grid, one layer of one cell measured otherwise."""
+    store = changed(folder)
+    audit = audit_of(store, CELL)
+    modules = tuple(
+        one.model_copy(update=fields) if one.name == BROKEN else one for one in audit.modules
+    )
+    update(store, CELL, audit=audit.model_copy(update={"modules": modules}))
+    return store
+
+
+def layers_of(result):
+    return {gate.metric: gate for gate in of(result, CELL, "audit") if "layer" in gate.metric}
+
+
+def test_the_same_bits_are_said_to_be_the_same(good, standard):
+    (gate,) = layers_of(check.check(good, standard)).values()
+    assert (gate.outcome, gate.reason) == ("pass", "same bits in all 4 layers")
+
+
+def test_the_same_bits_read_wrongly_are_not_the_same(tmp_path, standard):
+    (gate,) = failed(with_layer(tmp_path, weight_error=0.9), standard)
+    assert (gate.metric, BROKEN in gate.reason) == ("layer_error", True)
+
+
+def test_other_bits_alone_are_noted_and_pass(tmp_path, standard):
+    result = check.check(with_layer(tmp_path, **OTHER_BITS), standard)
+    assert result.outcome == "pass"
+    assert "same bits in 3 of 4 layers" in layers_of(result)["layer_error"].reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "metric"),
+    [
+        ({"weight_error": 0.0375 * 0.452 / 0.216}, "layer_error"),  # scales rolled by one
+        ({"weight_error": 0.0375 * 1.11}, "layer_error"),
+        ({"gain": 0.998 * 1.03}, "layer_gain"),  # scales 3 % too large
+        ({"gain": 0.998 * 0.97}, "layer_gain"),
+        ({"levels": 8}, "layer_levels"),
+        ({"bits_per_weight": 5.0}, "layer_bits"),
+    ],
+)
+def test_a_layer_that_measures_worse_fails_and_is_named(tmp_path, standard, fields, metric):
+    (gate,) = failed(with_layer(tmp_path, **OTHER_BITS, **fields), standard)
+    assert (gate.cell, gate.metric) == (CELL, metric)
+    assert f"beyond the margin: {BROKEN}; worst: {BROKEN} " in gate.reason
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"weight_error": 0.0375 * 1.013}, {"gain": 0.998 + 0.002}, {"levels": 15},
+     {"weight_error": 0.01}],
+)  # fmt: skip
+def test_what_another_processor_does_to_a_layer_passes(tmp_path, standard, fields):
+    assert not failed(with_layer(tmp_path, **OTHER_BITS, **fields), standard)
+
+
+def test_a_layer_that_is_no_longer_quantized_is_named(tmp_path, standard):
+    (gate,) = failed(with_layer(tmp_path, name="model.layers.9.other"), standard)
+    assert gate.reason == f"no longer quantized, or not audited: {BROKEN}"
+
+
+# Results of other weights, normalizers, data or settings are refused or named.
+
+
+def with_part(folder, cells, part, value):
+    store = changed(folder)
+    for cell in store.manifest().cells:
+        if cell.cell in cells:
+            parts = {**store.get(cell).key_parts, part: value}
+            update(store, cell.cell, key_parts=parts)
+    return store
+
+
+@pytest.mark.parametrize("part", ["weights", "normalizer"])
+def test_results_of_another_checkpoint_are_unusable_unless_asked_for(tmp_path, standard, part):
+    store = with_part(tmp_path, [CELL], part, "e" * 64)
+    with pytest.raises(ResultsError, match=rf"{CELL}: these results are .*--across {part}"):
+        check.check(store, standard)
+    result = check.check(store, standard, across=[part])
+    assert result.outcome == "pass"
+    assert any(note.startswith(part) and CELL in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("changed_parts", "words"),
+    [(["tokenizer"], "of another tokenizer than"), (["weights"], "of other weights than"),
+     (["config", "tokenizer"], "of another config.json and another tokenizer than"),
+     (None, "of other weights, configuration or tokenizer than")],
+)  # fmt: skip
+def test_which_files_of_a_checkpoint_differ_is_said(changed_parts, words):
+    digests = dict.fromkeys(("weights", "config", "tokenizer"), "a")
+
+    def cells(total, /, **changes):
+        files = {} if changed_parts is None else {"checkpoint": digests | changes}
+        parts = SimpleNamespace(key_parts={"weights": total, **files})
+        return {CELL: SimpleNamespace(record=parts)}
+
+    old, new = cells("1"), cells("2", **dict.fromkeys(changed_parts or (), "b"))
+    with pytest.raises(ResultsError, match=words):
+        check.require_same(old, new, ())
+    assert check.require_same(old, new, ["weights"]) == [f"weights: 1 → 2 in {CELL}"]
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("quantizer", {"name": "hqq-4bit", "bits": 4.0, "group_size": 32}),
+        ("versions", {"torch": "2.13.0", "transformers": "5.17.0"}),
+        ("code", "c" * 64),
+    ],
+)
+def test_every_other_difference_is_named_and_does_not_fail(tmp_path, good, standard, part, value):
+    everywhere = [cell.cell for cell in good.manifest().cells]
+    result = check.check(with_part(tmp_path, everywhere, part, value), standard)
+    assert result.outcome == "pass"
+    assert any(note.startswith(part) and note.endswith("in all 4 cells") for note in result.notes)
+
+
+def test_results_of_another_recipe_are_unusable(tmp_path, standard):
+    store = make_store(tmp_path, sizes={"arc_easy": 50}, quantizers=("bf16",), checkpoints=("x",))
+    with pytest.raises(ResultsError, match="has no cell of"):
+        check.check(store, standard)
+
+
+def test_the_same_documents_from_other_files_are_the_same_data(tmp_path, standard):
+    def store_of(name, documents, files):
+        store = changed(tmp_path / name)
+        for cell in store.manifest().cells:
+            parts = store.get(cell).key_parts | {"tasks": {"arc_easy": files}}
+            update(store, cell.cell, key_parts=parts, documents={"arc_easy": documents})
+        return store
+
+    path = tmp_path / "baseline.tar.xz"
+    baseline.make(store_of("old", "a" * 64, "b" * 64), path)
+    result = check.check(store_of("moved", "a" * 64, "c" * 64), path)
+    assert result.outcome == "pass"
+    assert "tasks.arc_easy: bbbbbbbbbbbb… → cccccccccccc… in all 4 cells" in result.notes
+    with pytest.raises(ResultsError, match="arc_easy: definition or data of this task differ"):
+        check.check(store_of("other", "d" * 64, "b" * 64), path)

@@ -1,20 +1,15 @@
 """Margins: what the user states, and what so many documents can support."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gate_results import changed
+from gate_results import answered, changed, gate_of
 from scipy import stats
 
 from qbench.errors import RecipeError
 from qbench.gate import check, verdict
-from qbench.gate.baseline import CellResults
-from qbench.gate.check import changes, judge
-from qbench.gate.verdict import margin_of
-from qbench.metrics import LOG_MEAN
-from qbench.records import ANSWERS, Precision, Score
+from qbench.records import Score
 from qbench.statistics import Column, effects
 
 
@@ -34,15 +29,15 @@ def test_a_margin_is_for_one_metric_or_its_family():
     assert verdict.parse_margins(texts) == given
 
 
-@pytest.mark.parametrize("text", ["acc", "acc=", "acc=-1", "=1", "acc=nan", "acc=1pt", "acc=inf"])
-def test_a_text_that_is_no_margin_is_refused(text):
-    with pytest.raises(RecipeError, match=r"write METRIC=NUMBER"):
-        verdict.parse_margins([text])
-
-
-def test_a_metric_has_one_margin():
-    with pytest.raises(RecipeError, match=r"--margin acc=2: acc is given twice"):
-        verdict.parse_margins(["acc=1", "acc=2"])
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [*(([text], "write METRIC=NUMBER")
+       for text in ("acc", "acc=", "acc=-1", "=1", "acc=nan", "acc=1pt", "acc=inf")),
+     (["acc=1", "acc=2"], r"--margin acc=2: acc is given twice")],
+)  # fmt: skip
+def test_a_text_that_is_no_margin_is_refused(texts, words):
+    with pytest.raises(RecipeError, match=words):
+        verdict.parse_margins(texts)
 
 
 def test_a_margin_of_no_metric_is_refused_and_the_known_ones_are_named(good, standard):
@@ -147,25 +142,6 @@ def test_a_metric_without_a_family_needs_a_margin_of_its_own():
 PROMPTS = 200
 
 
-def cell(metric, values, variances=None):
-    higher = metric in ("stops", "exact_match")
-    score = Score(task=ANSWERS, label=ANSWERS, metric=metric, value=float(np.mean(values)),
-                  stderr=None, higher_is_better=higher, documents=len(values),
-                  aggregation=LOG_MEAN if metric in ("kl", "length") else "mean")  # fmt: skip
-    name, each = (ANSWERS, metric), np.ones(len(values))
-    columns = {name: Column.of(np.arange(len(values)), values, each)}
-    spread = {} if variances is None else {name: Column.of(np.arange(len(values)), variances, each)}
-    return CellResults(SimpleNamespace(precision=Precision()), columns, {name: score}, spread)
-
-
-def gate(metric, old, new, given=None, variances=None):
-    name = (ANSWERS, metric)
-    before, after = (cell(metric, values, variances) for values in (old, new))
-    margin = margin_of(before.scores[name], before.columns[name], given or {}, lines=20)
-    change = changes({"a/b": (before, after)})["a/b", name]
-    return judge(change, margin, before.columns[name], after.columns[name])
-
-
 @pytest.mark.parametrize(
     ("metric", "factor", "given", "outcome"),
     [
@@ -181,7 +157,7 @@ def test_kl_and_lengths_are_judged_in_per_cent_and_lengths_both_ways(
     draw = np.random.default_rng(0)
     old = draw.gamma(2.0, 0.05 if metric == "kl" else 60.0, PROMPTS)
     new = old * factor * np.exp(draw.normal(0, 0.05, PROMPTS))
-    result = gate(metric, old, new, given)
+    result = gate_of(metric, *(answered(metric, side) for side in (old, new)), given, lines=20)
     assert result.outcome == outcome, result.reason
     assert result.given == bool(given)
 
@@ -190,10 +166,14 @@ def test_what_cannot_be_told_says_how_many_prompts_or_samples_would():
     draw = np.random.default_rng(1)
     share = draw.random(PROMPTS)
     old, new = (draw.binomial(4, share) / 4 for _ in range(2))
-    variances = share * (1 - share) / 4
-    result = gate("stops", old, new, {"stops": 1.0}, variances)
-    assert result.outcome == "inconclusive"
-    assert "documents to tell: about" in result.reason
-    assert "times as many samples" in result.reason
-    greedy = gate("stops", (old > 0.5) * 1.0, (new > 0.5) * 1.0, {"stops": 1.0})
+    drawn, greedy = (
+        gate_of("stops", *(answered("stops", *side) for side in sides), {"stops": 1.0}, lines=20)
+        for sides in (
+            [(each, share * (1 - share) / 4) for each in (old, new)],
+            [((each > 0.5) * 1.0,) for each in (old, new)],
+        )
+    )
+    assert drawn.outcome == "inconclusive"
+    assert "documents to tell: about" in drawn.reason
+    assert "times as many samples" in drawn.reason
     assert "samples" not in greedy.reason

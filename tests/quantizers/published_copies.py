@@ -5,6 +5,7 @@ recipes/published-27m.yaml names.
 """
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ def original(folder: Path) -> Path:
 def copy_of(source: Path, name: str, folder: Path) -> Path:
     """``source`` quantized as ``name`` says; skips where the library is not there."""
     if name in REWRITTEN:
-        return REWRITTEN[name](source, folder)
+        return _rewritten(source, folder, name)
     if name.startswith("ct-"):
         pytest.importorskip("compressed_tensors")
         _compressed_tensors(source, name, folder)
@@ -107,17 +108,11 @@ def awq(
         found[f"{base}.qweight"] = _nibbles(codes.reshape(weight.shape).T)
         found[f"{base}.qzeros"] = _nibbles(zero.T)
         found[f"{base}.scales"] = scale.T.half().contiguous()
-    folder.mkdir()
-    for file in source.glob("*.json"):
-        shutil.copy(file, folder)
-    save_file(found, folder / "model.safetensors", {"format": "pt"})
-    stated = json.loads((source / "config.json").read_text())
-    stated["quantization_config"] = {
-        "quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True,
-        "version": "gemm",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(stated))
-    return folder
+    config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True,
+              "version": "gemm"}  # fmt: skip
+    return changed(
+        source, folder, lambda kept: kept.clear() or kept.update(found), quantization_config=config
+    )
 
 
 def _nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -179,84 +174,6 @@ def _compressed_tensors(source, name, folder):
     compressor.update_config(str(folder))
 
 
-def fp8(source: Path, folder: Path) -> Path:
-    """``source`` in blocks of 128 × 128, as DeepSeek and Qwen publish theirs."""
-    return _rewritten(
-        source, folder, _in_blocks, quant_method="fp8", fmt="e4m3", activation_scheme="dynamic",
-        weight_block_size=[128, 128],
-    )  # fmt: skip
-
-
-def _in_blocks(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if "proj" not in name:
-        return {name: tensor}
-    rows, columns = tensor.shape
-    padded = functional.pad(tensor.float(), (0, -columns % 128, 0, -rows % 128))
-    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))  # [R, 128, C, 128]
-    scale = blocks.abs().amax((1, 3)) / 448
-    codes = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
-    return {name: codes.to(torch.float8_e4m3fn).contiguous(), f"{name}_scale_inv": scale}
-
-
-def fp8_rows(source: Path, folder: Path) -> Path:
-    """``source`` as compressed-tensors keeps FP8 weights with a scale a row."""
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
-    return _rewritten(
-        source, folder, _in_rows, quant_method="compressed-tensors", format="float-quantized",
-        quantization_status="compressed", ignore=["lm_head"],
-        config_groups={"all": {"targets": ["Linear"], "weights": weights}},
-    )  # fmt: skip
-
-
-def _in_rows(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if "proj" not in name and ".experts." not in name:
-        return {name: tensor}
-    scale = tensor.float().abs().amax(1, keepdim=True) / 448
-    codes = (tensor.float() / scale).to(torch.float8_e4m3fn)
-    return {name: codes, f"{name}_scale": scale.bfloat16()}
-
-
-def int8_rows(source: Path, folder: Path) -> Path:
-    """``source`` with int8 weights alone and a scale a row, in compressed-tensors' layout of one
-    code a byte; the LM head too."""
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
-    return _rewritten(
-        source, folder, _in_int8_rows, quant_method="compressed-tensors", format="int-quantized",
-        quantization_status="compressed", ignore=[],
-        config_groups={"all": {"targets": ["Linear"], "weights": weights}},
-    )  # fmt: skip
-
-
-def _in_int8_rows(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if "proj" not in name and not name.startswith("lm_head"):
-        return {name: tensor}
-    scale = (tensor.float().abs().amax(1, keepdim=True) / 127).bfloat16()
-    return {name: (tensor / scale.float()).round().to(torch.int8), f"{name}_scale": scale}
-
-
-def gptq_layout(source: Path, folder: Path, **stated: Any) -> Path:
-    """``source`` rounded to 4 bits in groups of 32, zeros at 8, in GPTQ's layout."""
-    return _rewritten(
-        source, folder, _in_gptq,
-        **{"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
-        | stated,
-    )  # fmt: skip
-
-
-def _in_gptq(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if "proj" not in name:
-        return {name: tensor}
-    groups = tensor.float().unflatten(1, (-1, 32))
-    scale = (groups.abs().amax(-1) / 7.5).half()
-    codes = (groups / scale[..., None].float()).round().add(8).clamp(0, 15).int().flatten(1)
-    shifts = 4 * torch.arange(8)[:, None]
-    words = (codes.T.unflatten(0, (-1, 8)).long() << shifts).sum(1).to(torch.int32)
-    zeros = torch.full((scale.shape[1], len(tensor) // 8), 0x77777777, dtype=torch.int32)
-    found = {"qweight": words, "qzeros": zeros, "scales": scale.T.contiguous(),
-             "g_idx": torch.arange(tensor.shape[1], dtype=torch.int32) // 32}  # fmt: skip
-    return {name.replace("weight", part): tensor for part, tensor in found.items()}
-
-
 def with_biases(source: Path, folder: Path) -> Path:
     """``source``, a Llama of transformers, with a random bias in each linear layer of attention."""
     draw = torch.Generator().manual_seed(0)
@@ -267,93 +184,6 @@ def with_biases(source: Path, folder: Path) -> Path:
             tensors[name.replace("weight", "bias")] = bias.bfloat16()
 
     return changed(source, folder, add, attention_bias=True)
-
-
-def mxfp4(source: Path, folder: Path) -> Path:
-    """The experts of ``source``, a gpt-oss, as OpenAI publishes them."""
-    ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
-    return _rewritten(
-        source, folder, _in_mxfp4, quant_method="mxfp4", modules_to_not_convert=ignored
-    )
-
-
-def _in_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if not name.endswith("_proj"):  # [experts, in, out]
-        return {name: tensor}
-    groups = tensor.mT.float().unflatten(-1, (-1, 32))
-    exponent = groups.abs().amax(-1).log2().floor() - 2
-    scaled = groups / exponent.exp2()[..., None]
-    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    codes = (scaled.abs()[..., None] - magnitudes).abs().argmin(-1) + 8 * (scaled < 0)
-    pairs = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
-    return {f"{name}_blocks": pairs, f"{name}_scales": (exponent + 127).to(torch.uint8)}
-
-
-def bitnet(source: Path, folder: Path) -> Path:
-    """``source`` as BitNet keeps −1, 0 and 1, four to a byte, with a factor a matrix."""
-    return _rewritten(
-        source, folder, _in_bitnet, quant_method="bitnet", linear_class="bitlinear",
-        quantization_mode="offline", modules_to_not_convert=["lm_head"],
-    )  # fmt: skip
-
-
-def _in_bitnet(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if "proj" not in name:
-        return {name: tensor}
-    factor = 1 / tensor.float().abs().mean()
-    signs = (tensor.float() * factor).round().clamp(-1, 1)
-    return {name: pack_weights(signs), f"{name}_scale": factor.bfloat16()[None]}
-
-
-def mxfp8(source: Path, folder: Path) -> Path:
-    """``source`` as MXFP8: E4M3 in blocks of 32 of a row, whose scale is a power of two."""
-    return _rewritten(
-        source, folder, _in_mxfp8, quant_method="mxfp8", activation_scheme="dynamic",
-        weight_block_size=[1, 32], scale_fmt="ue8m0",
-    )  # fmt: skip
-
-
-def _in_mxfp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if "proj" not in name:
-        return {name: tensor}
-    blocks = tensor.float().unflatten(1, (-1, 32))
-    exponent = torch.floor(torch.log2(blocks.abs().amax(-1))) - 8
-    codes = (blocks / exponent.exp2()[..., None]).clamp(-448, 448).flatten(1)
-    scale = (exponent + 127).to(torch.uint8)
-    return {name: codes.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
-
-
-def metal(source: Path, folder: Path) -> Path:
-    """``source`` as transformers' Metal format: 4 bits in groups of 64, with scale and least."""
-    return _rewritten(source, folder, _in_metal, quant_method="metal", bits=4, group_size=64)
-
-
-def _in_metal(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if "proj" not in name:
-        return {name: tensor}
-    codes, scales, least = _affine_quantize_tensor(tensor, 64, 4)
-    parts = {"weight": codes, "scales": scales.bfloat16(), "qbiases": least.bfloat16()}
-    return {name.replace("weight", part): kept for part, kept in parts.items()}
-
-
-def gemma(source: Path, folder: Path) -> Path:
-    """``source`` as Gemma's own format: 4 bits, a scale per row; inputs stay unrounded."""
-    return _rewritten(
-        source, folder, _in_gemma, quant_method="gemma", num_bits=4,
-        modules_to_not_convert=["lm_head"],
-    )  # fmt: skip
-
-
-def _in_gemma(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if "proj" not in name:
-        return {name: tensor}
-    scale = tensor.float().abs().amax(1, keepdim=True) / 7
-    codes = ((tensor.float() / scale).round() + 8).to(torch.uint8)
-    unrounded = {
-        name.replace("weight", f"{side}_activation_scale"): torch.tensor(0.0)
-        for side in ("input", "output")
-    }
-    return {name: codes[:, 0::2] | codes[:, 1::2] << 4, f"{name}_scale": scale, **unrounded}
 
 
 def nearly_ternary(tensors: dict[str, torch.Tensor]) -> None:
@@ -367,15 +197,130 @@ def nearly_ternary(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = ((signs + noise) * mean).to(tensors[name].dtype)
 
 
-def _rewritten(source: Path, folder: Path, change, **config: Any) -> Path:
-    """``source`` with each tensor as ``change`` gives it, and ``config`` as what was done."""
-    shutil.copytree(source, folder)
-    kept = load_file(folder / "model.safetensors")
-    made = {name: t for one in kept.items() for name, t in change(*one).items()}
-    save_file(made, folder / "model.safetensors", {"format": "pt"})
-    stated = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
-    (folder / "config.json").write_text(json.dumps(stated))
-    return folder
+# Of a tensor by its name: the tensors that a format keeps of it
+
+
+def _in_blocks(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP8 in blocks of 128 × 128, as DeepSeek and Qwen publish theirs."""
+    rows, columns = tensor.shape
+    padded = functional.pad(tensor.float(), (0, -columns % 128, 0, -rows % 128))
+    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))  # [R, 128, C, 128]
+    scale = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+    return {name: codes.to(torch.float8_e4m3fn).contiguous(), f"{name}_scale_inv": scale}
+
+
+def _in_rows(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP8 with a scale per row, as compressed-tensors keeps it."""
+    scale = tensor.float().abs().amax(1, keepdim=True) / 448
+    codes = (tensor.float() / scale).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale": scale.bfloat16()}
+
+
+def _in_int8_rows(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """int8 with a scale per row, one code per byte, as compressed-tensors keeps it."""
+    scale = (tensor.float().abs().amax(1, keepdim=True) / 127).bfloat16()
+    return {name: (tensor / scale.float()).round().to(torch.int8), f"{name}_scale": scale}
+
+
+def _in_gptq(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """4 bits in groups of 32, zeros at 8, in GPTQ's layout."""
+    groups = tensor.float().unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(-1) / 7.5).half()
+    codes = (groups / scale[..., None].float()).round().add(8).clamp(0, 15).int().flatten(1)
+    shifts = 4 * torch.arange(8)[:, None]
+    words = (codes.T.unflatten(0, (-1, 8)).long() << shifts).sum(1).to(torch.int32)
+    zeros = torch.full((scale.shape[1], len(tensor) // 8), 0x77777777, dtype=torch.int32)
+    found = {"qweight": words, "qzeros": zeros, "scales": scale.T.contiguous(),
+             "g_idx": torch.arange(tensor.shape[1], dtype=torch.int32) // 32}  # fmt: skip
+    return {name.replace("weight", part): tensor for part, tensor in found.items()}
+
+
+def _in_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Experts [experts, in, out] as OpenAI publishes those of gpt-oss."""
+    groups = tensor.mT.float().unflatten(-1, (-1, 32))
+    exponent = groups.abs().amax(-1).log2().floor() - 2
+    scaled = groups / exponent.exp2()[..., None]
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = (scaled.abs()[..., None] - magnitudes).abs().argmin(-1) + 8 * (scaled < 0)
+    pairs = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return {f"{name}_blocks": pairs, f"{name}_scales": (exponent + 127).to(torch.uint8)}
+
+
+def _in_bitnet(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """−1, 0 and 1, four to a byte, with a factor per matrix."""
+    factor = 1 / tensor.float().abs().mean()
+    signs = (tensor.float() * factor).round().clamp(-1, 1)
+    return {name: pack_weights(signs), f"{name}_scale": factor.bfloat16()[None]}
+
+
+def _in_mxfp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """E4M3 in blocks of 32 of a row, whose scale is a power of two."""
+    blocks = tensor.float().unflatten(1, (-1, 32))
+    exponent = torch.floor(torch.log2(blocks.abs().amax(-1))) - 8
+    codes = (blocks / exponent.exp2()[..., None]).clamp(-448, 448).flatten(1)
+    scale = (exponent + 127).to(torch.uint8)
+    return {name: codes.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+
+
+def _in_metal(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """4 bits in groups of 64, with scale and least."""
+    codes, scales, least = _affine_quantize_tensor(tensor, 64, 4)
+    parts = {"weight": codes, "scales": scales.bfloat16(), "qbiases": least.bfloat16()}
+    return {name.replace("weight", part): kept for part, kept in parts.items()}
+
+
+def _in_gemma(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """4 bits with a scale per row, in Gemma's own format; inputs stay unrounded."""
+    scale = tensor.float().abs().amax(1, keepdim=True) / 7
+    codes = ((tensor.float() / scale).round() + 8).to(torch.uint8)
+    sides = [name.replace("weight", f"{side}_activation_scale") for side in ("input", "output")]
+    unrounded = {side: torch.tensor(0.0) for side in sides}
+    return {name: codes[:, 0::2] | codes[:, 1::2] << 4, f"{name}_scale": scale, **unrounded}
+
+
+def _ct_rows(kind: str, **config: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": kind, "strategy": "channel"}
+    groups = {"all": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "quantization_status": "compressed",
+            "config_groups": groups, **config}  # fmt: skip
+
+
+REWRITTEN = {  # a format: which tensors, what it keeps of one, its quantization_config
+    "fp8": ("proj", _in_blocks, {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128]}),
+    "fp8-rows": (r"proj|\.experts\.", _in_rows, _ct_rows(
+        "float", format="float-quantized", ignore=["lm_head"])),
+    "int8-rows": ("proj|^lm_head", _in_int8_rows, _ct_rows(
+        "int", format="int-quantized", ignore=[])),
+    "gptq": ("proj", _in_gptq, {
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
+    "mxfp4": ("_proj$", _in_mxfp4, {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
+                                   "lm_head"]}),
+    "bitnet": ("proj", _in_bitnet, {
+        "quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline",
+        "modules_to_not_convert": ["lm_head"]}),
+    "mxfp8": ("proj", _in_mxfp8, {
+        "quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32],
+        "scale_fmt": "ue8m0"}),
+    "metal": ("proj", _in_metal, {"quant_method": "metal", "bits": 4, "group_size": 64}),
+    "gemma": ("proj", _in_gemma, {
+        "quant_method": "gemma", "num_bits": 4, "modules_to_not_convert": ["lm_head"]}),
+}  # fmt: skip
+
+
+def _rewritten(source: Path, folder: Path, name: str) -> Path:
+    """``source`` in the format ``name`` of the table."""
+    pattern, keep, config = REWRITTEN[name]
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in [each for each in tensors if re.search(pattern, each)]:
+            tensors.update(keep(tensor, tensors.pop(tensor)))
+
+    return changed(source, folder, change, quantization_config=config)
 
 
 def experts(kind: str, folder: Path) -> Path:
@@ -502,12 +447,6 @@ def _tokenizer_fields(file: dict[str, Any]) -> dict[str, Any]:
         "token_merges": [m if isinstance(m, str) else " ".join(m) for m in file["model"]["merges"]],
         "bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"], "add_bos_token": False,
     }  # fmt: skip
-
-
-REWRITTEN = {
-    "fp8": fp8, "fp8-rows": fp8_rows, "int8-rows": int8_rows, "gptq": gptq_layout,
-    "mxfp8": mxfp8, "metal": metal, "gemma": gemma,
-}  # fmt: skip
 
 
 def main(checkpoint: str, folder: str, calibration: str) -> None:

@@ -219,6 +219,8 @@ GRAMMAR = {  # a text, and the mapping that says the same
         "weights": "fp8-tensor", "activations": "fp8-tensor", "outliers": "rotation"},
     "kv-int3-token:keep_first=4": {"kv": {"name": "int3-token", "sink_tokens": 4}},
     "bf16+fp8-token": {"weights": "bf16", "activations": "fp8-row"},
+    "mixed:layers=[*.down_proj=gptq-8bit:group_size=64,*=gptq-4bit]": {
+        "name": "mixed", "layers": {"*.down_proj": "gptq-8bit:group_size=64", "*": "gptq-4bit"}},
 }  # fmt: skip
 
 

@@ -5,13 +5,12 @@ import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from loading import save_as_transformers
-from published_copies import fp8_rows, original
+from published_copies import copy_of, original
 from safetensors.torch import load_file
 from small_recipe import DEMO, qbench, small_recipe
 
@@ -74,12 +73,6 @@ def test_what_no_library_can_make_is_refused_when_planned(
         plan(Recipe.load(recipe), device="cpu")
 
 
-def test_a_maker_is_a_file_of_at_most_60_lines():
-    files = list(Path(by_llamacpp.__file__).parent.glob("by_*.py"))
-    assert len(files) >= 7
-    assert max(len(file.read_text().splitlines()) for file in files) <= 60
-
-
 def test_exl3_refuses_a_layer_of_no_whole_blocks():
     settings_of("exl3-4bit").check_layers({"wide": (384, 1024)})
     words = r"groups of 128 do not divide the outputs of q_proj \(576\)"
@@ -104,25 +97,53 @@ def test_a_library_that_fails_is_said_in_a_line_with_its_log(tmp_path, monkeypat
     assert "no such folder" in log.read_text()
 
 
+PLUGIN = """
+import shutil
+from qbench.quantizers.config import settings
+from qbench.quantizers.methods.library_made import LibraryMade, maker
+
+
+@maker("mine-8bit", "the copy in a folder")
+@settings
+class Mine(LibraryMade):
+    method, title, requirements = "mine", "Mine", ("shutil",)
+    needs_calibration, num_bits, scheme = False, 8, "fp8"
+    folder: str
+
+
+def make(model, out, texts, settings):
+    shutil.copytree(settings.folder, out, dirs_exist_ok=True)
+"""
+
+
 @pytest.mark.usefixtures("own_cache")
-def test_a_command_writes_a_copy(tmp_path, monkeypatch):
+def test_a_command_and_a_plugin_write_copies(tmp_path, monkeypatch):
     """In this process; those of libraries, which are slow, start one of their own."""
     run = made_copy.subprocess.run
 
-    def here(command, **options):
+    def as_in_a_new_process(command, **options):
         if "qbench.made_copy" not in command:
             return run(command, **options)
+        monkeypatch.delitem(plugins._loaded, "qbench_plugin_mine")
+        monkeypatch.delitem(METHODS, "mine-8bit")
         made_copy.main(json.loads(command[-1].read_bytes()))
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(made_copy.subprocess, "run", here)
-    made = fp8_rows(original(tmp_path / "whole"), tmp_path / "made")
+    monkeypatch.setattr(made_copy.subprocess, "run", as_in_a_new_process)
+    (plugin := tmp_path / "mine.py").write_text(PLUGIN)
+    made = copy_of(original(tmp_path / "whole"), "fp8-rows", tmp_path / "made")
     script = f"test -d {{model}} && test -f {{texts}} && cp -r {made}/. {{out}}"
-    entry = {"name": "command", "command": f"sh -c '{script}'", "bits": 8, "label": "theirs"}
+    recipe = recipe_of(
+        tmp_path, {"name": "mine-8bit", "folder": str(made)},
+        {"name": "command", "command": f"sh -c '{script}'", "bits": 8, "label": "theirs"},
+    )  # fmt: skip
     out = tmp_path / "out"
-    assert qbench("run", recipe_of(tmp_path, entry), "--out", out, "--device", "cpu") == 0
-    (record,) = (one for one in Store(out).records() if one.quantizer == "theirs")
-    assert record.audit.passed
+    assert qbench("run", recipe, "--plugin", plugin, "--out", out, "--device", "cpu") == 0
+    records = {record.quantizer: record for record in Store(out).records()}
+    assert {name: record.audit.passed for name, record in records.items()} == dict.fromkeys(
+        ("fp32", "mine-8bit", "theirs"), True
+    )
+    record = records["theirs"]
     assert record.method == "command"
     assert 8 < record.audit.size.bits_per_weight < 8.5
     words = "its library wrote compressed-tensors, which is copied as it is; leave --weights out"
@@ -161,43 +182,6 @@ def test_a_mix_is_what_llama_quantize_writes(code, tmp_path, monkeypatch):
         assert [file.name for file in out.iterdir()] == ["model.gguf"]
         assert gguf_file.describe(str(out / "model.gguf"))["sizes"]["num_hidden_layers"] == 4
     assert (tmp_path / "llama-quantize.types").read_text() == "Q4_K_M\n"
-
-
-PLUGIN = """
-import shutil
-from qbench.quantizers.config import settings
-from qbench.quantizers.methods.library_made import LibraryMade, maker
-
-
-@maker("mine-8bit", "the copy in a folder")
-@settings
-class Mine(LibraryMade):
-    method, title, requirements = "mine", "Mine", ("shutil",)
-    needs_calibration, num_bits, scheme = False, 8, "fp8"
-    folder: str
-
-
-def make(model, out, texts, settings):
-    shutil.copytree(settings.folder, out, dirs_exist_ok=True)
-"""
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_a_plugin_may_be_a_maker(tmp_path, monkeypatch):
-    def in_a_new_process(command, **_):
-        monkeypatch.delitem(plugins._loaded, "qbench_plugin_mine")
-        monkeypatch.delitem(METHODS, "mine-8bit")
-        made_copy.main(json.loads(command[-1].read_bytes()))
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(made_copy.subprocess, "run", in_a_new_process)
-    (file := tmp_path / "mine.py").write_text(PLUGIN)
-    made = fp8_rows(original(tmp_path / "whole"), tmp_path / "made")
-    recipe = recipe_of(tmp_path, {"name": "mine-8bit", "folder": str(made), "label": "mine"})
-    out = tmp_path / "out"
-    assert qbench("run", recipe, "--plugin", file, "--out", out, "--device", "cpu") == 0
-    (record,) = (one for one in Store(out).records() if one.quantizer == "mine")
-    assert record.audit.passed
 
 
 def tensors(file):

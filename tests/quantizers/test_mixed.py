@@ -55,12 +55,6 @@ def test_a_layer_that_is_quantized_by_another_pattern_s_settings_fails_the_audit
     assert any("down_proj: " in line and "4 bits have 16" in line for line in problems)
 
 
-def test_a_text_says_what_a_mapping_says():
-    layers = {"*.down_proj": "gptq-8bit:group_size=64", "*": "gptq-4bit"}
-    text = config_of("mixed:layers=[*.down_proj=gptq-8bit:group_size=64,*=gptq-4bit]")
-    assert text == config_of({"name": "mixed", "layers": layers, "compute_dtype": "bfloat16"})
-
-
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
@@ -69,11 +63,14 @@ def test_a_text_says_what_a_mapping_says():
         ({"*": "gptq-5bit"}, "gptq has no 5-bit"),
         ({"a b": "rtn-4bit"}, "{pattern: quantizer}.*, each key a part of names.*see a b"),
         ("x", "layers must be {pattern: quantizer}"),
+        ({"lm_head": "gptq-4bit", "*": "rtn-4bit"}, "lm_head: gptq-4bit cannot quantize LM"),
+        ({"model.embed_tokens": "gptq-4bit"}, "embed_tokens: gptq-4bit cannot quantize LM"),
+        ({}, r"mixed: layers: write \{pattern: quantizer\}"),
     ],
 )
-def test_what_is_no_map_to_quantizers_of_weights_is_refused(layers, words):
+def test_what_is_no_map_to_quantizers_of_weights_is_refused_when_planned(layers, words):
     with pytest.raises(RecipeError, match=words):
-        config_of({"name": "mixed", "layers": layers})
+        config_of({"name": "mixed", "layers": layers}).weights.check({}, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -135,16 +132,3 @@ def test_embeddings_that_look_up_other_weights_than_their_layer_s_fail_the_audit
     model.set_submodule("model.embed_tokens", original.get_input_embeddings())
     problems = check(model, chosen, original).problems
     assert any("not quantized: model.embed_tokens" in line for line in problems)
-
-
-@pytest.mark.parametrize(
-    ("layers", "words"),
-    [
-        ({"lm_head": "gptq-4bit", "*": "rtn-4bit"}, "lm_head: gptq-4bit cannot quantize LM"),
-        ({"model.embed_tokens": "gptq-4bit"}, "embed_tokens: gptq-4bit cannot quantize LM"),
-        ({}, r"mixed: layers: write \{pattern: quantizer\}"),
-    ],
-)
-def test_what_no_layer_can_have_is_refused_when_planned(layers, words):
-    with pytest.raises(RecipeError, match=words):
-        mixed(**layers).weights.check({}, "cpu")

@@ -16,13 +16,9 @@ from published_copies import (
     BF16,
     DEMO,
     awq,
-    bitnet,
     changed,
     copy_of,
     experts,
-    fp8,
-    fp8_rows,
-    mxfp4,
     nearly_ternary,
     original,
     with_biases,
@@ -128,7 +124,7 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_p
 @pytest.mark.slow  # transformers compiles BitNet's layers
 def test_a_copy_of_bitnet_is_two_bits_and_rounds_inputs_to_eight(whole, tmp_path):
     trained = changed(whole, tmp_path / "trained", nearly_ternary)
-    found = planned(tmp_path, bitnet(trained, tmp_path / "copy"), checkpoint=trained)
+    found = planned(tmp_path, copy_of(trained, "bitnet", tmp_path / "copy"), checkpoint=trained)
     result, _ = audited(found)
     assert result.problems == ()
     assert result.bits == 2
@@ -244,15 +240,15 @@ def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(copies, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "copied", "bits", "coverage"),
     [
-        ("gpt_oss", mxfp4, 4.25, 0.79),  # all experts in one tensor; its attention stays
-        ("qwen3_moe", fp8, 8.002, 0.99),  # the halves of an expert's matrix apart
-        pytest.param("qwen3_moe", fp8_rows, 8.125, 0.99, marks=pytest.mark.slow),
-        ("mixtral", fp8_rows, 8.125, 0.99),  # its files have older names of experts
+        ("gpt_oss", "mxfp4", 4.25, 0.79),  # all experts in one tensor; its attention stays
+        ("qwen3_moe", "fp8", 8.002, 0.99),  # the halves of an expert's matrix apart
+        pytest.param("qwen3_moe", "fp8-rows", 8.125, 0.99, marks=pytest.mark.slow),
+        ("mixtral", "fp8-rows", 8.125, 0.99),  # its files have older names of experts
     ],
 )
 def test_copies_of_experts_are_held_against_their_originals(kind, copied, bits, coverage, tmp_path):
     source = experts(kind, tmp_path / "original")
-    found = planned(tmp_path, copied(source, tmp_path / "copy"), checkpoint=source)
+    found = planned(tmp_path, copy_of(source, copied, tmp_path / "copy"), checkpoint=source)
     result, _ = audited(found)
     assert result.problems == ()
     assert result.bits_per_weight == pytest.approx(bits, abs=0.01)
@@ -316,21 +312,14 @@ def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, co
 
 
 def test_another_models_copy_fails_its_audit(nf4, tmp_path):
-    """The softpick model's shapes are the same."""
-    other = original_of_softpick(tmp_path)
+    """Of the softpick model's weights, said to be of a softmax model: the shapes are the same."""
+    other = changed(
+        DEMO / "softpick", tmp_path / "other", lambda tensors: None, attn_impl="parallel_attn"
+    )
     result, _ = audited(planned(tmp_path, nf4, checkpoint=other))
     assert not result.passed
     assert any("its embeddings: 1.2 off the original's, as" in line for line in result.problems)
     assert any("weight error 1.4" in line for line in result.problems)
-
-
-def original_of_softpick(tmp_path):
-    """Its weights, said to be of a softmax model."""
-    shutil.copytree(DEMO / "softpick", tmp_path / "other")
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    config["attn_impl"] = "parallel_attn"
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    return tmp_path / "other"
 
 
 def swapped_words(tokenizer):

@@ -1,5 +1,6 @@
 """Every quantizer on softmax and on softpick: audited, unchanged attention, more bits less harm."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,10 @@ from quantizer_models import (
     llama,
     logits,
     make,
-    packed_layer,
     parse,
     settings,
-    unpacked,
 )
+from tiny import SPARSE_KEYS, tiny_model
 from torch import nn
 from torchao.quantization import (
     Float8WeightOnlyConfig,
@@ -33,6 +33,7 @@ from qbench.attention.transformers import set_attention
 from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers import config_of, hqq, packed
 from qbench.quantizers.audit.compare import audit
+from qbench.quantizers.config import matching
 from qbench.quantizers.linear import linears
 from qbench.quantizers.noise_floor import ONE_IN, moved
 from qbench.quantizers.quantize import quantize, shapes_of
@@ -214,14 +215,6 @@ def test_hqq_equals_its_model_wide_function(bits, axis, tmp_path):
     assert torch.equal(logits(ours), logits(theirs))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("stated", [{"axis": 0}, {"axis": 1, "group_size": 16}])
-def test_decoding_hqq_ourselves_gives_what_the_library_gives(bits, stated):
-    chosen = settings(f"hqq-{bits}bit", **stated)
-    module = packed_layer(chosen, linears(llama())["model.layers.0.mlp.down_proj"])  # [64, 160]
-    torch.testing.assert_close(unpacked(module, chosen).dequantize(), module.dequantize())
-
-
 @pytest.mark.parametrize("name", ["hqq-4bit", "hqq-3bit"])
 def test_a_library_that_unpacks_other_codes_than_it_stored_is_caught(name, tmp_path, monkeypatch):
     """Two per cent: far within any bound on errors."""
@@ -346,3 +339,55 @@ def test_a_model_that_torchao_quantized_does_not_pass_for_an_unquantized_one(con
     quantize_(model, config(set_inductor_config=False), filter_fn=body)
     report = check(model, parse("fp32"))
     assert len([line for line in report.problems if "not a plain weight in float32" in line]) == 14
+
+
+# What a quantizer of weights must cover, however a model stores it, and what happens if not.
+
+
+def test_what_the_settings_ignore_stays_as_it_was(tmp_path):
+    chosen = settings("rtn-4bit", ignore=("*.1.mlp.down_proj", "o_proj"))
+    made = make(chosen, tmp_path)
+    report = check(made, chosen)
+    names = [f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)] + [
+        "model.layers.1.mlp.down_proj"
+    ]
+    assert report.problems == ()
+    assert sorted(report.left_out) == sorted(names)
+    assert all(torch.equal(linears(llama())[n].weight, linears(made)[n].weight) for n in names)
+
+
+def test_a_pattern_that_names_nothing_is_refused_with_what_there_is(tmp_path):
+    with pytest.raises(QuantizationError) as raised:
+        make(settings("rtn-4bit", ignore=("experts",)), tmp_path)
+    assert "ignore: 'experts' matches no weight matrix" in str(raised.value)
+    assert "gate_proj, up_proj, down_proj" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("experts", {"a.0.mlp.experts.up"}),
+        ("mlp.experts", {"a.0.mlp.experts.up"}),
+        ("expert", set()),
+        ("a.0.o", {"a.0.o"}),
+        ("*.o", {"a.0.o", "a.1.o"}),
+        ("a.[1-9].*", {"a.1.o"}),
+    ],
+)
+def test_patterns_are_parts_of_names_or_whole_names_with_wildcards(pattern, expected):
+    assert matching(["a.0.mlp.experts.up", "a.0.o", "a.1.o"], (pattern,)) == expected
+
+
+@pytest.mark.parametrize("name", ["rtn-8bit:group_size=16", "bnb-8bit", "w8a8-int8"])
+def test_what_a_class_keeps_in_float32_stays_so(name, tmp_path):
+    """The indexer of DeepSeek V3.2 casts its input to the dtype of ``weights_proj``: codes of a
+    quantized weight would make whole numbers of it."""
+    sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "index_topk": 16}
+    original = tiny_model("deepseek_v32", **{**SPARSE_KEYS, **sizes})
+    chosen = config_of(name, compute_dtype="float32")
+    report = check(make(chosen, tmp_path, model=copy.deepcopy(original)), chosen, original)
+    kept = [f"model.layers.{layer}.self_attn.indexer.weights_proj" for layer in (0, 1)]
+    assert [n for n in report.left_out if n in kept] == kept
+    assert report.left_out_because[kept[0]] == "kept in float32 by its class"
+    assert not [one for one in report.modules if one.name in kept]
+    assert not [line for line in report.problems if "weights_proj" in line], report.problems

@@ -8,7 +8,6 @@ import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from quick_cells import Quick
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.checkpoints.find import elements
-from qbench.cli.run import HELD, RATES, estimate, plan_lines
+from qbench.cli.run import HELD, estimate, plan_lines
 from qbench.machine import GIB
 from qbench.plan import plan
 from qbench.progress import SilentProgress
@@ -356,15 +355,3 @@ def test_inputs_that_wait_for_a_hessian_count_while_half_of_the_memory_holds_the
     assert more() == pytest.approx(1 + HELD["cpu"] * (4 + 2 * widest / hidden))
     monkeypatch.setattr("qbench.cli.run.memory_gib", lambda device: 0.1)
     assert more() == pytest.approx(1)  # each Hessian takes a forward of its own
-
-
-def test_the_documents_state_the_rates():
-    text = (Path(__file__).parents[2] / "docs" / "speed.md").read_text()
-    gpu, cpu = RATES["cuda"], RATES["cpu"]
-    for mode in ("fast", "exact", "lm-eval"):
-        rates = rf"{gpu[mode] / 1e9:,.0f} \| {cpu[mode] / 1e9:.0f} "
-        row = rf"`scoring: {mode}`[^|]*\| {rates}"
-        assert re.search(row, text), mode
-    for words in ("auditing them", "sees text", "computes"):
-        kind = {"auditing them": "rounding", "sees text": "calibrating", "computes": "fixed"}[words]
-        assert f"{words}, seconds | {gpu[kind]:.0f} | {cpu[kind]:.0f} |" in text
