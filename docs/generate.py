@@ -607,8 +607,9 @@ FUNCTIONS = (
     budgets, find_budget, kl_over_sum, gptq_library, from_to,
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
-    planned_rate, counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
-    answers, table_of, replicated, has, verdict, of_kind, by_seed, over_seeds, seed_count,
+    counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
+    planned_rate, answers, table_of, replicated, has, verdict, of_kind, by_seed, over_seeds,
+    seed_count,
     gate_share, repeated, answered, layer_shares, seeds_text, training_seconds,
 )  # fmt: skip
 
