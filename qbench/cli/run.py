@@ -184,17 +184,17 @@ def run(
     # its processes import libraries while the run is planned
     with launch(launcher, cells, cluster=cluster, gpus=gpus, workers=workers) as launcher:
         planned, records = _run_cells(launcher, only, force, grow=workers is None)
-    store = Store(launcher.out, manifest=planned.manifest())
+    chosen = None
     if only is not None:  # tables also show finished cells that --only leaves out
-        chosen = {record.cell for record in (*records, *store.records())}
-        store = Store(launcher.out, manifest=planned.manifest(chosen))
+        chosen = {record.cell for record in (*records, *Store(launcher.out).records())}
+    store = Store(launcher.out, manifest=planned.manifest(chosen))
     show_tables(store)
     typer.echo(f"All of it: qbench view {launcher.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
         cells_failed = some([record.cell for record in broken])
         what = "failed" if any(record.status == "failed" for record in broken) else "lack a task"
-        log = Store(launcher.out).path(broken[0], ".log")
+        log = store.path(broken[0], ".log")
         where = f"; log of the first: {log}" if log.is_file() else ""
         complain(
             f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{where}"
