@@ -117,7 +117,7 @@ def undecided(tolerance: Tolerance, sample: SampleDifference) -> bool:
     not, but chance could explain that."""
     bound = batch_noise(sample) + (tolerance.mean if sample.by_bias else tolerance.bias)
     bias, margin = abs(sample.bias_per_token or 0.0), bias_margin(sample)
-    return margin > 0 and bias - 3 * margin <= bound < bias + margin
+    return margin > 0 and bias - 2 * margin <= bound < bias + margin
 
 
 def tolerance_violation(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
