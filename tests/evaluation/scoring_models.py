@@ -89,6 +89,17 @@ def instance(context: str, ending: str, document: int = 0, idx: int = 0, task: s
     )
 
 
+def prompt(text: str, document: int = 0, **kwargs) -> Instance:
+    """What asks for an answer of four tokens in a line, or as ``kwargs`` say."""
+    return Instance(
+        request_type="generate_until",
+        doc={},
+        arguments=(text, {"until": ["\n"], "max_gen_toks": 4} | kwargs),
+        idx=0,
+        metadata=("generation", document, 1),
+    )
+
+
 def pages(words: tuple[int, ...], seed: int = 0) -> list[Instance]:
     return [
         Instance(

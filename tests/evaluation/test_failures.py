@@ -6,18 +6,14 @@ import shutil
 
 import pytest
 import torch
-from scoring_models import scorer, settings
-from small_recipe import DEMO, qbench, small_recipe
+from scoring_models import scorer
+from small_recipe import DEMO, SOFTPICK, run_small
 from tiny import tiny_model
 
 from qbench.comparison.compare import compare
-from qbench.errors import DataError, UnavailableError
+from qbench.errors import UnavailableError
 from qbench.evaluation.evaluate import evaluate, load_task
 from qbench.evaluation.tasks import plan_task
-from qbench.plan import plan
-from qbench.recipe import Recipe
-from qbench.runner.grid import run_cells
-from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -34,27 +30,11 @@ def change(data, task, line, **fields):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize(
-    ("task", "fields", "words"),
-    [
-        ("demo_pages", {"page": " \n"}, "page is .*, but must be a text to score"),
-        ("demo_choice", {"query": None}, "query is null, so there is nothing to ask"),
-        ("demo_lastword", {"text": ""}, "there is no target text"),  # known when lm-eval made it
-    ],
-)
-def test_nonsense_is_refused_with_its_line_when_it_is_loaded(data, task, fields, words):
-    change(data, task, 3, **fields)
-    loaded = load_task(plan_task(task, data=data, definitions=DEMO / "tasks"))
-    with pytest.raises(DataError, match=rf"{task}: .*test\.jsonl:3: {words}"):
-        evaluate(None, loaded, settings("exact"))
-
-
 def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, capfd):
     """A continuation that is longer than the context; the other tasks, and damage, are kept."""
     change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
-    path = small_recipe(tmp_path, data=str(data), checkpoints={"a": str(DEMO / "softpick")})
-    planned = plan(Recipe.load(path), device="cpu")
-    for record in run_cells(planned, out=tmp_path / "out"):
+    store = run_small(tmp_path, data=str(data), checkpoints=SOFTPICK, code=1)
+    for record in store.records():
         assert record.status == "ok"
         assert {score.task for score in record.scores} == {"demo_lastword", "demo_pages"}
         (named,) = record.failed_tasks.items()
@@ -62,14 +42,13 @@ def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, 
         assert "does not fit into evaluation.max_length" in named[1]
     assert set(record.damage.tasks) == {"demo_lastword", "demo_pages"}
     assert record.damage.tasks["demo_pages"].distributions.kl.mean > 0
-    out = tmp_path / "out"
-    assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "a/fp32") == 1
-    assert "demo_choice: failed: a continuation of" in (out / "tables.md").read_text()
+    tables = (store.directory / "tables.md").read_text()
+    assert "demo_choice: failed: a continuation of" in tables
     assert "cells lack a task" in capfd.readouterr().err
-    store = Store(out)  # as a GPU's record says it under scoring: auto
+    # as a GPU's record says it under scoring: auto
     said = record.scoring.model_copy(update={"exact_tasks": {"demo_pages": "fast is 0.06 off"}})
-    tables = store.outcomes(record), store.responses(record)
-    store.put(record.model_copy(update={"scoring": said}), *tables)
+    read = store.outcomes(record), store.responses(record)
+    store.put(record.model_copy(update={"scoring": said}), *read)
     found = [(cell.cell, problem) for cell, problem in compare(store).problems()]
     assert (record.cell, "demo_pages: scored exactly: fast is 0.06 off") in found
 
@@ -77,10 +56,7 @@ def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            "  - metric: f1\n",
-            r"demo_choice: f1 cannot be computed \(ValueError: T.*; leave this",
-        ),
+        ("  - metric: f1\n", r"demo_choice: f1 cannot be computed \(ValueError: T.*; leave this"),
         ("process_results: !function judge.fails\n", r"demo_choice: its answers .*'nothing'"),
     ],
 )
@@ -90,12 +66,11 @@ def test_a_metric_that_cannot_be_computed_costs_its_task_alone(tmp_path, change,
     (tmp_path / "tasks" / "judge.py").write_text("def fails(doc, results):\n    doc['nothing']\n")
     path = tmp_path / "tasks" / "demo_choice.yaml"
     path.write_text(path.read_text().replace("metadata:", f"{change}metadata:"))
-    recipe = small_recipe(
-        tmp_path, tasks=["demo_choice", "demo_lastword"], quantizers=["fp32"],
-        definitions=str(tmp_path / "tasks"), checkpoints={"a": str(DEMO / "softpick")},
-        evaluation={"limit": 12},
+    store = run_small(
+        tmp_path, tasks=["demo_choice", "demo_lastword"], quantizers=["fp32"], code=1,
+        definitions=str(tmp_path / "tasks"), checkpoints=SOFTPICK, evaluation={"limit": 12},
     )  # fmt: skip
-    (record,) = run_cells(plan(Recipe.load(recipe), device="cpu"), out=tmp_path / "out")
+    (record,) = store.records()
     assert {score.task for score in record.scores} == {"demo_lastword"}
     assert re.match(words, record.failed_tasks["demo_choice"])
 
@@ -117,24 +92,19 @@ def test_a_score_is_a_number_of_numpy_too(tmp_path):
 def test_a_file_that_cannot_be_loaded_costs_its_task_alone(tmp_path, data):
     """A column of texts that holds a list in one row, which datasets refuses."""
     change(data, "demo_choice", 2, query=["a"])
-    path = small_recipe(
-        tmp_path, data=str(data), quantizers=["fp32"], checkpoints={"a": str(DEMO / "softpick")}
-    )
-    (record,) = run_cells(plan(Recipe.load(path), device="cpu"), out=tmp_path / "out")
+    changes = {"quantizers": ["fp32"], "checkpoints": SOFTPICK, "code": 1}
+    (record,) = run_small(tmp_path, data=str(data), **changes).records()
     assert {score.task for score in record.scores} == {"demo_lastword", "demo_pages"}
     assert re.match("demo_choice: .*test.jsonl", record.failed_tasks["demo_choice"])
 
 
 def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
     change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
-    path = small_recipe(
-        tmp_path, data=str(data), tasks=["demo_choice"], quantizers=["fp32"],
-        checkpoints={"a": str(DEMO / "softpick")},
-    )  # fmt: skip
-    (record,) = run_cells(plan(Recipe.load(path), device="cpu"), out=tmp_path / "out")
+    changes = {"tasks": ["demo_choice"], "quantizers": ["fp32"], "checkpoints": SOFTPICK, "code": 1}
+    (record,) = run_small(tmp_path, data=str(data), **changes).records()
     assert record.status == "failed"
     assert "does not fit into evaluation.max_length" in record.error
-    assert Store(tmp_path / "out").records()[0].failed_tasks == {}
+    assert record.failed_tasks == {}
 
 
 def test_a_decoder_that_does_not_give_what_the_head_takes_is_refused():
@@ -151,7 +121,9 @@ def test_a_decoder_that_does_not_give_what_the_head_takes_is_refused():
         ({"bos_token": "<s>"}, "sums", "sums: .* tokenizer has no EOS token, which ends"),
     ],
 )
-def test_a_tokenizer_without_the_tokens_that_lm_eval_needs_is_named(tmp_path, named, task, words):
+def test_a_tokenizer_without_the_tokens_that_lm_eval_needs_is_named(
+    tmp_path, data, named, task, words
+):
     """HFLM stops at both with a bare TypeError."""
     folder = shutil.copytree(DEMO / "softpick", tmp_path / "model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -163,12 +135,11 @@ def test_a_tokenizer_without_the_tokens_that_lm_eval_needs_is_named(tmp_path, na
         "doc_to_text: '{{text}}'\ndoc_to_target: '{{text}}'\nmetric_list: [{metric: exact_match}]\n"
         "generation_kwargs: {max_gen_toks: 8, until: ['.']}\n"
     )
-    data = shutil.copytree(DEMO / "data", tmp_path / "data")
     shutil.copytree(data / "demo_lastword", data / "sums")
-    recipe = small_recipe(
+    store = run_small(
         tmp_path, checkpoints={"a": str(folder)}, quantizers=["fp32"], data=str(data), tasks=[task],
-        definitions=str(tasks), evaluation={"limit": 2},
+        definitions=str(tasks), evaluation={"limit": 2}, code=1 if named else 2,
     )  # fmt: skip
-    (record,) = run_cells(plan(Recipe.load(recipe), device="cpu"), out=tmp_path / "out")
+    (record,) = store.records()
     assert re.search(words, record.error)
     assert bool(record.stages) == bool(named)  # the first is known before work starts

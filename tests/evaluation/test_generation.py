@@ -5,9 +5,8 @@ import random
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 from loading import load_model
-from scoring_models import instance, llama, scorer, text, tokenizer
+from scoring_models import ask, instance, llama, prompt, scorer, text, tokenizer
 from small_recipe import DEMO
 
 from qbench.checkpoints import find
@@ -29,16 +28,6 @@ TASKS = {  # in the manner of gsm8k, of triviaqa, and one that only its limit en
     "story": "generation_kwargs: {until: [], do_sample: false, temperature: 0.0, max_gen_toks: 24}",
 }
 WORDS = ["The cat", "In the morning the", "A red house stands by", "Once there was a king who had"]
-
-
-def request(prompt, document=0, **kwargs):
-    return Instance(
-        request_type="generate_until",
-        doc={},
-        arguments=(prompt, {"until": ["\n"], "max_gen_toks": 4} | kwargs),
-        idx=0,
-        metadata=("generation", document, 1),
-    )
 
 
 def written_task(folder, name):
@@ -110,7 +99,7 @@ def test_prompts_of_all_lengths_are_answered_as_by_hflm(max_length, chunk, monke
     """Some are longer than the context has room for, and lose their oldest tokens."""
     monkeypatch.setattr(generation, "CHUNK", chunk)
     model = llama()
-    requests = [request(text(i, 1 + 3 * i), i, max_gen_toks=1 + i) for i in range(7)]
+    requests = [prompt(text(i, 1 + 3 * i), i, max_gen_toks=1 + i) for i in range(7)]
     lm = scorer(model, "exact", max_length=max_length)
     lm.hflm.batch_size_per_gpu = 1
     answers_of(lm, requests)
@@ -123,7 +112,7 @@ def test_rotary_angles_that_depend_on_the_batch_are_left_to_lm_eval():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model.config.max_position_embeddings, model.config.rope_parameters = 16, rope
     model = type(model)(model.config).eval()
-    requests = [request(text(i, 1 + 6 * i), i, max_gen_toks=8) for i in range(6)]
+    requests = [prompt(text(i, 1 + 6 * i), i, max_gen_toks=8) for i in range(6)]
     lm = scorer(model, "exact", max_length=256)
     found = lm.generate_until(requests)
     fresh = type(model)(model.config).eval()  # its angles are as of a model that said nothing yet
@@ -138,7 +127,7 @@ def test_a_token_that_generation_config_names_ends_answers(looks, monkeypatch):
     monkeypatch.setitem(generation.LOOK_EVERY, "cpu", looks)
     model = llama()
     lm = scorer(model, "exact")
-    prompts = [request(text(i, 5), i, until=[], max_gen_toks=12) for i in range(4)]
+    prompts = [prompt(text(i, 5), i, until=[], max_gen_toks=12) for i in range(4)]
     whole = lm.generate_until(prompts)
     ids = tokenizer().encode(text(0, 5), add_special_tokens=False)
     (said,) = generation.decode(model, [generation.Prompt(ids=ids, limit=12)])
@@ -173,7 +162,7 @@ def test_an_answer_is_over_when_no_stop_string_can_cut_it_earlier(said, stops, s
 )
 def test_what_is_not_greedy_is_left_to_lm_eval_and_the_record_says_so(kwargs, reason):
     lm = scorer(llama(), "exact")
-    lm.generate_until([request("the cat", **kwargs)])
+    lm.generate_until([prompt("the cat", **kwargs)])
     assert lm.report().transformers_generation == {"generation": reason}
 
 
@@ -194,7 +183,7 @@ def test_what_is_not_greedy_is_left_to_lm_eval_and_the_record_says_so(kwargs, re
 def test_keys_of_generation_config_are_obeyed_as_by_hflm(key, value, by_transformers, monkeypatch):
     """Whether answers are decoded in slots or by transformers."""
     model = llama()
-    requests = [request(text(i, 5), i, until=[], max_gen_toks=8) for i in range(3)]
+    requests = [prompt(text(i, 5), i, until=[], max_gen_toks=8) for i in range(3)]
     plain = scorer(llama(), "exact").generate_until(requests)
     setattr(model.generation_config, key, value)
     lm = scorer(model, "exact")
@@ -211,7 +200,7 @@ def test_keys_of_generation_config_are_obeyed_as_by_hflm(key, value, by_transfor
 
 def test_a_task_in_which_every_prompt_is_cut_fails_and_shares_are_counted():
     lm = scorer(llama(), "exact", max_length=20)
-    prompts = [request("the cat", 0), request(text(0, 30), 1)]
+    prompts = [prompt("the cat", 0), prompt(text(0, 30), 1)]
     lm.generate_until(prompts)
     assert lm.report().truncated_shares == {"generation": 0.5}
     with pytest.raises(EvaluationError, match=r"all 1 requests are longer than eval"):
@@ -249,9 +238,9 @@ def test_logits_that_are_no_numbers_fail_where_the_probe_met_none(mode, value):
     assert word > 8  # the probe's tokens
     model.model.embed_tokens.weight.data[word] = value
     good, bad = "the cat sat on", "the cat sat on photosynthesis"
-    lm.generate_until([request(good)])
+    lm.generate_until([prompt(good)])
     with pytest.raises(EvaluationError, match="NaN or infinite, which no scoring mode can fix"):
-        lm.generate_until([request(good), request(bad, 1)])
+        lm.generate_until([prompt(good), prompt(bad, 1)])
     assert not model._forward_hooks
 
 
@@ -260,10 +249,8 @@ def test_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault():
     model = llama()
     model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data[:40].clone()
     lm = scorer(model, "exact")
-    pair = Instance(request_type="loglikelihood", doc={}, arguments=(text(0, 5), text(1, 3)),
-                    idx=0, metadata=("t", 0, 1))  # fmt: skip
     with pytest.raises(EvaluationError, match=r"gives token id \d+, but the model embeds only 40"):
-        lm.loglikelihood([pair], disable_tqdm=True)
+        ask(lm, [instance(text(0, 5), text(1, 3))])
     with pytest.raises(EvaluationError, match="embeds only 40"):
         generation.decode(model, [generation.Prompt(ids=[1, 2, 41], limit=1)])
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scoring_models import choices, instance, llama, pages, recorded, scorer, text, watch
+from scoring_models import ask, choices, instance, llama, pages, recorded, scorer, text, watch
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.kl_observer import (
@@ -124,7 +124,7 @@ def test_a_batch_that_is_repeated_for_want_of_memory_is_kept_once():
         return decoder(ids, **settings)
 
     lm.exact.forward.decoder = after_some
-    lm.loglikelihood(requests, disable_tqdm=True)
+    ask(lm, requests)
     assert lm.report().halvings > 0
     found, there = recorder.hidden_states().tasks["choices"], expected.tasks["choices"]
     assert torch.equal(found.token, there.token)
@@ -159,31 +159,18 @@ def test_an_lm_head_that_is_no_linear_layer_is_refused():
 # Summaries of KL divergences against what hand-made tables say.
 
 
-def table_of(**columns):
-    return pd.DataFrame(columns)
-
-
 def test_divergences_are_summarized_over_tokens_and_documents():
-    result = distributions(
-        table_of(
-            kl=np.array([1.0, 2, 0]), agrees=np.array([True, False, True]), document=np.arange(3)
-        )
-    )
+    table = {"kl": [1.0, 2, 0], "agrees": [True, False, True], "document": range(3)}
+    result = distributions(pd.DataFrame(table))
     assert result.kl.mean == 1
     assert result.kl.mean_stderr == pytest.approx(1 / 3**0.5)
 
 
 def test_divergences_are_means_by_request_and_single_tokens_of_whole_texts(monkeypatch):
     monkeypatch.setattr("qbench.evaluation.kl_observer.TOKENS_KEPT", 4)
-    measured = table_of(
-        kl=np.array([1.0, 3.0, 0.5, 0.5, 2.0]),
-        agrees=np.ones(5, bool),
-        change=np.array([-1.0, 0.0, 1.0, 1.0, -2.0]),
-        document=np.array([0, 0, 1, 1, 2]),
-        request=np.zeros(5, int),
-        token=np.array([7, 8, 9, 7, 8]),
-    )
-    names = {7: " a", 8: "b", 9: "<"}
+    documents = {"document": [0, 0, 1, 1, 2], "request": 0, "token": [7, 8, 9, 7, 8]}
+    values = {"kl": [1.0, 3.0, 0.5, 0.5, 2.0], "change": [-1.0, 0, 1, 1, -2], "agrees": True}
+    measured, names = pd.DataFrame(documents | values), {7: " a", 8: "b", 9: "<"}
     asked = divergence_table("asked", measured)
     whole = divergence_table("whole", measured, lambda ids: [names[i] for i in ids.tolist()])
     assert tuple(asked.columns) == tuple(whole.columns) == DIVERGENCE_COLUMNS

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 from loading import load_model
 from published_copies import DEMO, gguf, interleaved, original, write_gguf
+from scoring_models import prompt
 from small_recipe import qbench, small_recipe
 from tiny import tiny_model
 
@@ -17,11 +17,11 @@ from qbench.checkpoints import find, from_gguf
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
 from qbench.evaluation.evaluate import load_task
-from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
 from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
 from qbench.quantizers import gguf_file, stored_bits
+from qbench.quantizers.audit.compare import audit, probe_of
 from qbench.quantizers.linear import linearize
 from qbench.recipe import Recipe
 from qbench.store import Store
@@ -75,45 +75,8 @@ def test_float32_answers_are_those_of_transformers(both):
     _, (theirs, ours) = both
     texts = ["the cat sat on", "one two three", "once upon a time there was"]
     kwargs = {"until": ["\n", "."], "max_gen_toks": 12, "do_sample": False}
-    asked = [
-        Instance(request_type="generate_until", doc={}, arguments=(text, kwargs), idx=0,
-                 metadata=("t", i, 1))
-        for i, text in enumerate(texts)
-    ]  # fmt: skip
+    asked = [prompt(text, i, **kwargs) for i, text in enumerate(texts)]
     assert ours.generate_until(asked) == theirs.generate_until(asked)
-
-
-def test_divergence_is_over_full_logits(both):
-    found, (theirs, ours) = both
-    task = load_task(found.tasks[0]).task
-    task.build_all_requests(limit=4, rank=0, world_size=1)
-    writer = BaselineWriter()
-    theirs._observer = writer
-    theirs.loglikelihood(task.instances)
-    kept = writer.hidden_states()
-    assert isinstance(kept, BaselineHiddenStates)
-    ours._observer = observer = KLObserver(kept)
-    ours.loglikelihood(task.instances)
-    measured = observer.divergences["demo_choice"]
-    assert 0 < measured.kl.mean() < 1e-5
-    assert measured.agrees.all()
-
-
-def test_what_is_kept_of_the_request_before_changes_nothing(files, tmp_path):
-    found = planned(tmp_path, files["F32"])
-    model = load(found.cell("base/copy"), found)
-    tokens = [torch.randint(0, 1024, (40,), generator=torch.Generator().manual_seed(1)).tolist()]
-    tokens.append([*tokens[0][:30], *range(10)])
-    alone = []
-    for one in tokens:
-        model._kept = []
-        model._library.llama_memory_clear(model._library.llama_get_memory(model._context), True)
-        alone.append(torch.cat([part.clone() for part in model.logits(one, 35)]))
-    model._kept = []
-    for one, expected in zip(tokens, alone, strict=True):
-        kept = torch.cat([part.clone() for part in model.logits(one, 35)])
-        assert kept.shape == (5, 1024)
-        assert torch.allclose(kept, expected, atol=1e-3)
 
 
 def test_a_file_is_a_column_like_any_other(files, tmp_path):
@@ -147,8 +110,6 @@ def test_a_file_is_a_column_like_any_other(files, tmp_path):
 
 
 def test_another_models_file_and_one_in_another_order_fail_their_audit(files, tmp_path):
-    from qbench.quantizers.audit.compare import audit, probe_of
-
     found = planned(tmp_path, files["Q8_0"])
     cell = found.cell("base/copy")
     base = found.cell("base/fp32")

@@ -5,7 +5,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from loading import load_model
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, run_small, small_recipe
 
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
@@ -14,7 +14,6 @@ from qbench.errors import EvaluationError, RecipeError
 from qbench.evaluation.llamacpp import ExternalScorer
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -35,54 +34,40 @@ class Runtime(HFLM):
         )
 
 
-def recipe(folder, answers=None, **changes):
-    column = {"name": "lm-eval", "model": "qbench-test-runtime", "label": "served", "bits": 8,
-              "args": {"folder": str(DEMO / "softmax")}} | changes  # fmt: skip
-    return small_recipe(
-        folder,
-        checkpoints={"base": str(DEMO / "softmax")},
-        quantizers=["fp32", column],
-        evaluation={"limit": 4, "scoring": "exact"},
-        answers=answers,
-    )
+def changes(**column):
+    served = {"name": "lm-eval", "model": "qbench-test-runtime", "label": "served", "bits": 8,
+              "args": {"folder": str(DEMO / "softmax")}} | column  # fmt: skip
+    return {"checkpoints": {"base": str(DEMO / "softmax")}, "quantizers": ["fp32", served],
+            "evaluation": {"limit": 4, "scoring": "exact"}}  # fmt: skip
 
 
-def test_a_runtimes_scores_are_paired_with_the_models_and_not_audited(tmp_path, capfd):
-    assert qbench("run", recipe(tmp_path), "--out", tmp_path / "out", "--device", "cpu") == 0
-    whole, served = Store(tmp_path / "out").records()
+def test_a_runtimes_scores_are_paired_with_the_models_not_audited_and_have_no_tokens(
+    tmp_path, capfd
+):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}\n')
+    answers = {"prompts": str(prompts), "max_new_tokens": 4}
+    store = run_small(tmp_path, **changes(), answers=answers, code=1)
+    whole, served = store.records()
     assert served.audit is None
     assert served.precision.name == "W8A16"
     assert served.scoring.mode == "lm-eval"
     assert served.scoring.batching == "by Runtime"
-    for ours, theirs in zip(whole.scores, served.scores, strict=True):
-        assert theirs.value == pytest.approx(ours.value, rel=1e-4)
-    damage = served.damage.tasks
-    assert all(one.distributions is None for one in damage.values())
-    comparison = compare(Store(tmp_path / "out"))
-    flips = comparison.flips[served.cell]
-    assert flips["demo_choice"]["acc"].documents == 4
-    shown = capfd.readouterr().out
-    assert "base/served: not audited" in shown
-
-
-def test_a_runtime_gives_no_tokens_of_answers(tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "the cat"}\n')
-    path = recipe(tmp_path, answers={"prompts": str(prompts), "max_new_tokens": 4})
-    options = ("--tasks", "demo_lastword", "--only", "base/served", "--device", "cpu")
-    assert qbench("run", path, "--out", tmp_path / "out", *options) == 1
-    (served,) = (one for one in Store(tmp_path / "out").records() if one.quantizer == "served")
+    ours = [score for score in whole.scores if score.task != "answers"]
+    for score, theirs in zip(ours, served.scores, strict=True):
+        assert theirs.value == pytest.approx(score.value, rel=1e-4)
     assert served.failed_tasks == {
         "answers": "answers: only exact and fast scoring give the tokens of answers; set "
         "evaluation.scoring to one of these"
     }
-    assert {score.task for score in served.scores} == {"demo_lastword"}
+    assert all(one.distributions is None for one in served.damage.tasks.values())
+    assert compare(store).flips[served.cell]["demo_choice"]["acc"].documents == 4
+    assert "base/served: not audited" in capfd.readouterr().out
 
 
-def test_a_runtime_that_does_not_answer_is_a_failed_cell_in_one_line(tmp_path, capfd):
-    broken = recipe(tmp_path, args={"folder": "x", "broken": True})
-    assert qbench("run", broken, "--out", tmp_path / "out", "--device", "cpu") == 1
-    served = next(one for one in Store(tmp_path / "out").records() if one.quantizer == "served")
+def test_a_runtime_that_does_not_answer_is_a_failed_cell_in_one_line(tmp_path):
+    store = run_small(tmp_path, **changes(args={"folder": "x", "broken": True}), code=1)
+    served = next(one for one in store.records() if one.quantizer == "served")
     words = "lm-eval's qbench-test-runtime cannot be started: no server at 127.0.0.1:9; correct its"
     assert served.error.startswith(words)
 
@@ -90,7 +75,7 @@ def test_a_runtime_that_does_not_answer_is_a_failed_cell_in_one_line(tmp_path, c
 @pytest.mark.parametrize("name", ["gpt-oracle", "hf", ""])
 def test_a_class_that_lm_eval_does_not_have_is_refused_before_work_begins(tmp_path, name):
     with pytest.raises(RecipeError, match=f"lm-eval: model '{name}' is unknown; known: .*vllm"):
-        plan(Recipe.load(recipe(tmp_path, model=name)), device="cpu")
+        plan(Recipe.load(small_recipe(tmp_path, **changes(model=name))), device="cpu")
 
 
 def test_log_likelihoods_that_leave_out_the_last_token_are_refused(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scoring_models import KINDS, choices, instance, llama, pages, scorer, text
+from scoring_models import KINDS, ask, choices, instance, llama, pages, scorer, text
 from tiny import SPARSE_KEYS, tiny_model
 
 from qbench.errors import EvaluationError, UnavailableError
@@ -21,36 +21,28 @@ def test_log_likelihoods_equal_those_of_hflm(kind, bos):
     """To the bit where HFLM has the same batches. Its cache of logits reads a shorter continuation
     at the wrong place if another request splits the same input elsewhere."""
     theirs, ours = both(llama(), bos=bos)
-    answers = ours.loglikelihood(KINDS[kind], disable_tqdm=True)
+    answers = ask(ours, KINDS[kind])
     if kind != "one input split in two places":
-        assert answers == theirs.loglikelihood(KINDS[kind], disable_tqdm=True)
+        assert answers == ask(theirs, KINDS[kind])
     theirs.hflm.logits_cache = False
     for one, answer in zip(KINDS[kind], answers, strict=True):
-        ((value, greedy),) = theirs.loglikelihood([one], disable_tqdm=True)
+        ((value, greedy),) = ask(theirs, [one])
         assert answer == (pytest.approx(value, rel=1e-6, abs=1e-5), greedy)
 
 
 @pytest.mark.parametrize("bos", [False, True, None], ids=["no bos", "bos", "as the tokenizer"])
 def test_ids_that_were_encoded_ahead_are_taken_once(bos, monkeypatch):
     ours, asked = scorer(llama(), "exact", bos=bos), choices(5)
-    expected = ours.loglikelihood(asked, disable_tqdm=True)
+    expected = ask(ours, asked)
     pairs, add_bos = [each.args for each in asked], ours.settings.add_bos
     encode_ahead(ours.hflm.tokenizer, pairs, add_bos=add_bos)
     with monkeypatch.context() as patched:
         patched.delattr(batching, "encode")
-        assert ours.loglikelihood(asked, disable_tqdm=True) == expected
+        assert ask(ours, asked) == expected
         with pytest.raises(NameError):
-            ours.loglikelihood(asked, disable_tqdm=True)
+            ask(ours, asked)
     encode_ahead(ours.hflm.tokenizer, pairs[1:], add_bos=add_bos)  # others
-    assert ours.loglikelihood(asked, disable_tqdm=True) == expected
-
-
-@pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_batch_size_is_hflms_too(batch_size, attention):
-    theirs, ours = both(llama(attention=attention), batch_size=batch_size)
-    expected = theirs.loglikelihood(choices(11, seed=5), disable_tqdm=True)
-    assert ours.loglikelihood(choices(11, seed=5), disable_tqdm=True) == expected
+    assert ask(ours, asked) == expected
 
 
 @pytest.mark.parametrize("bos", [False, True, None], ids=["no bos", "bos", "as the tokenizer"])
@@ -58,22 +50,22 @@ def test_batch_size_is_hflms_too(batch_size, attention):
 def test_rolling_log_likelihoods_equal_those_of_hflm_to_the_bit(batch_size, bos, capfd):
     theirs, ours = both(llama(), bos=bos, batch_size=batch_size)
     requests = pages((3, 0, 75, 40, 1, 120))
-    expected = theirs.loglikelihood_rolling(requests, disable_tqdm=True)
-    assert ours.loglikelihood_rolling(requests, disable_tqdm=True) == expected
+    expected = ask(theirs, requests)
+    assert ask(ours, requests) == expected
 
 
 @pytest.mark.parametrize(("bos", "doubled"), [(False, ()), (True, ("pages",)), (None, ("pages",))])
 def test_the_report_says_whether_texts_began_with_bos_and_where_with_two(bos, doubled):
     for lm in both(llama(), bos=bos):
-        lm.loglikelihood_rolling(pages((3, 75)), disable_tqdm=True)
+        ask(lm, pages((3, 75)))
         report = lm.report()
         assert (report.bos, report.doubled_bos) == (bos is not False, doubled)
 
 
 def test_softmax_in_the_models_dtype_is_hflms_default():
     theirs, ours = both(llama(dtype=torch.bfloat16), softmax_dtype="model")
-    expected = theirs.loglikelihood(choices(9), disable_tqdm=True)
-    assert ours.loglikelihood(choices(9), disable_tqdm=True) == expected
+    expected = ask(theirs, choices(9))
+    assert ask(ours, choices(9)) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,9 +80,11 @@ def test_softmax_in_the_models_dtype_is_hflms_default():
 def test_what_hflm_stops_at_with_a_bare_error_is_named(request_, words):
     theirs, ours = both(llama())
     with pytest.raises((AssertionError, IndexError)):
-        theirs.hflm.loglikelihood([request_], disable_tqdm=True)
+        ask(theirs.hflm, [request_])
+    with pytest.raises(EvaluationError, match="HFLM stopped at the log-likelihoods"):
+        ask(theirs, [request_])
     with pytest.raises(EvaluationError, match=words):
-        ours.loglikelihood([request_], disable_tqdm=True)
+        ask(ours, [request_])
 
 
 @pytest.mark.parametrize(
@@ -116,20 +110,12 @@ def test_angles_and_chosen_keys_are_those_of_each_request_alone(rope, positions)
     def answer(mode, asked):
         fresh = type(model)(model.config).eval()
         fresh.load_state_dict(weights)
-        return scorer(fresh, mode, max_length=128, batch_size=8).loglikelihood(
-            asked, disable_tqdm=True
-        )
+        return ask(scorer(fresh, mode, max_length=128, batch_size=8), asked)
 
     alone = [answer("lm-eval", [one])[0][0] for one in requests]
     assert [value for value, _ in answer("exact", requests)] == pytest.approx(alone, abs=1e-4)
     together = [value for value, _ in answer("lm-eval", requests)]
     assert together != pytest.approx(alone, abs=1e-2)
-
-
-@pytest.mark.parametrize("pair", [("", ""), ("the unbeliev", "able")])
-def test_hflms_bare_errors_are_named_in_its_own_mode_too(pair):
-    with pytest.raises(EvaluationError, match="HFLM stopped at the log-likelihoods"):
-        scorer(llama(), "lm-eval").loglikelihood([instance(*pair)], disable_tqdm=True)
 
 
 def test_a_model_that_changes_its_logits_after_the_lm_head_is_refused():
@@ -163,9 +149,9 @@ def test_a_head_that_rounds_by_place_takes_whole_batches(stable, monkeypatch):
     rows = []
     ours.head.linear.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
     requests = [instance(text(i, 60), " the cat", i) for i in range(8)]
-    answers = ours.loglikelihood(requests, disable_tqdm=True)
+    answers = ask(ours, requests)
     assert sum(rows) == (16 if stable else ours.report().tokens)
-    assert answers == theirs.loglikelihood(requests, disable_tqdm=True)
+    assert answers == ask(theirs, requests)
 
 
 def test_a_head_whose_rounding_depends_on_the_place_is_found_out():
@@ -179,16 +165,10 @@ def test_a_head_whose_rounding_depends_on_the_place_is_found_out():
         out[-1] *= 1 + 1e-6
         return out
 
-    class Head:
-        def __init__(self, product):
-            self.weight, self.product = weight, product
-
-        def __call__(self, x):
-            return self.product(x)
-
-    cpu = torch.device("cpu")
-    assert probe_matmul(Head(steady), torch.float32, cpu).stable
-    assert not probe_matmul(Head(moody), torch.float32, cpu).stable
+    for head in (steady, moody):
+        head.weight = weight
+        found = probe_matmul(head, torch.float32, torch.device("cpu"))
+        assert found.stable == (head is steady)
 
 
 def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
@@ -199,4 +179,4 @@ def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
 
     ours.exact.forward.decoder = never
     with pytest.raises(EvaluationError, match=r"lower evaluation\.max_length"):
-        ours.loglikelihood(choices(2), disable_tqdm=True)
+        ask(ours, choices(2))

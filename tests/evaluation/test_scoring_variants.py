@@ -35,10 +35,7 @@ from qbench.quantizers.quantize import apply, quantize
 QUICK = ("softmax", "softpick", "scalable-softpick-next")
 EVERY = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
          for name in NORMALIZERS]  # fmt: skip
-SCHEMES = {
-    "token": "int4-token",
-    "first tokens": {"name": "int3-token", "sink_tokens": 2},
-}  # fmt: skip
+SCHEMES = {"token": "int4-token", "first tokens": {"name": "int3-token", "sink_tokens": 2}}
 LOOSE = Tolerance(mean=10.0, largest=100.0, changed=1.0)
 
 
@@ -173,7 +170,7 @@ def test_a_pack_is_a_batch_of_what_shares_a_scale(activations):
     shared = {"amplifies_rounding": True, "shares_scales": True}
     lm = scorer(model, "fast", tolerance=LOOSE, **shared)
     assert lm._reference.batching == lm.exact.batching
-    fast = [a for a, _ in lm.loglikelihood(requests, disable_tqdm=True)]
+    fast = [a for a, _ in ask(lm, requests)]
     off = np.abs(np.subtract(fast, [a for a, _ in sizes[0]]))
     assert 0 < np.median(off) < 3 * np.median(noise)
     assert lm.report().difference_from_exact.samples[0].by_bias

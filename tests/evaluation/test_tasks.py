@@ -5,7 +5,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
+from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._index import TaskIndex
 from small_recipe import DEMO, small_recipe
 from tiny import write_tiny
 
@@ -13,7 +15,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation import evaluate
-from qbench.evaluation.evaluate import check_documents, load_task
+from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.tasks import definition_file, plan_task, read_rows
 from qbench.plan import plan
 from qbench.recipe import Overrides, Recipe
@@ -22,8 +24,6 @@ from qbench.tasks.passkey import process_results
 COPA = [
     {"premise": "The man lost his balance.", "choice1": "He fell.", "choice2": "He ran.",
      "question": "effect", "idx": 0, "label": 0},
-    {"premise": "The lamp went out.", "choice1": "It was day.", "choice2": "The bulb burnt out.",
-     "question": "cause", "idx": 1, "label": 1},
 ]  # fmt: skip
 BOOLQ = [
     {"question": "is water wet", "passage": "Water is wet.", "idx": 0, "label": 1},
@@ -40,15 +40,6 @@ def write(folder, task, split, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.mark.parametrize(("task", "rows"), [("copa", COPA), ("boolq", BOOLQ)])
-def test_a_task_that_nobody_prepared_works_from_its_files_alone(tmp_path, task, rows):
-    write(tmp_path, task, "validation", rows)
-    loaded = load_task(plan_task(task, data=tmp_path, definitions=None))
-    assert len(loaded.task.eval_docs) == 2
-    assert loaded.label == task
-    assert loaded.task.doc_to_text(loaded.task.eval_docs[0])
 
 
 def test_a_missing_split_says_what_to_put_where_and_what_is_there(tmp_path):
@@ -125,10 +116,6 @@ def test_the_digest_is_also_of_the_documents_that_examples_are_drawn_from(tmp_pa
     assert digests[0][1] != digests[1][1]
 
 
-def planned(folder, name, **settings):
-    return plan_task(name, data=folder, definitions=None, **settings)
-
-
 @pytest.mark.parametrize("edit", ["data", "definition", "code"])
 def test_what_was_edited_after_planning_is_refused(tmp_path, edit):
     definitions, data = tmp_path / "tasks", tmp_path / "data"
@@ -159,12 +146,6 @@ doc_to_text: "Q: {{question}}"
 doc_to_target: !function code.target
 metric_list: [{metric: acc}]
 """
-
-
-def test_a_field_that_is_missing_is_named_with_its_line(tmp_path):
-    write(tmp_path, "sciq", "test", [SCIQ, {k: v for k, v in SCIQ.items() if k != "support"}])
-    with pytest.raises(DataError, match=r"test\.jsonl:2: its prompt .* has no attribute 'lstrip'"):
-        check_documents(load_task(planned(tmp_path, "sciq")))
 
 
 EXAMPLES = """
@@ -238,8 +219,9 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
 
 
 def test_what_a_tasks_code_lacks_is_named(tmp_path):
-    code = (tmp_path / "code.py").with_suffix(".py")
-    code.write_text("import no_such_package_at_all.part\n\ndef target(doc):\n    return ''\n")
+    (tmp_path / "code.py").write_text(
+        "import no_such_package_at_all.part\n\ndef target(doc):\n    return ''\n"
+    )
     (tmp_path / "mine.yaml").write_text(MINE)
     write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
     with pytest.raises(DataError, match="imports no_such_package_at_all, which is not installed: "
@@ -250,16 +232,8 @@ def test_what_a_tasks_code_lacks_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (
-            "loglikelihood",
-            "loglikelyhood",
-            "mine.yaml: ValueError: Got invalid output_type .*; correct its data or ",
-        ),
-        (
-            "acc}",
-            "mine_own}",
-            "metric_list: mine_own: lm-eval .* of your own function state its agg",
-        ),
+        ("loglikelihood", "mine", "mine.yaml: ValueError: Got invalid o.*; correct its data or "),
+        ("acc}", "mine_own}", "metric_list: mine_own: lm-eval .* own function state its agg"),
         ("acc}", "acuracy, aggregation: mean}", "mine.yaml: metric_list: acuracy: lm-eval does no"),
         ("acc}", "acc, aggregation: meen}", "metric_list: acc: lm-eval does not know .* aggregati"),
     ],
@@ -280,13 +254,12 @@ def test_documents_from_elsewhere_have_the_digest_of_the_same_documents(tmp_path
     """As from the hub: there the other splits are present, and the data come by another way."""
     write(tmp_path / "one", "copa", "validation", COPA)
     write(tmp_path / "two", "copa", "validation", COPA)
-    write(tmp_path / "two", "copa", "train", COPA[:1])
-    one, two = (load_task(planned(tmp_path / name, "copa")) for name in ("one", "two"))
-    from datasets import DatasetDict
-    from lm_eval.tasks._factory import TaskFactory
-    from lm_eval.tasks._index import TaskIndex
-
-    splits = {"train": COPA[:1], "validation": COPA}
+    write(tmp_path / "two", "copa", "train", COPA * 2)
+    one, two = (
+        load_task(plan_task("copa", data=tmp_path / name, definitions=None))
+        for name in ("one", "two")
+    )
+    splits = {"train": COPA * 2, "validation": COPA}
     data = DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
     hub = TaskFactory().build(
         TaskIndex.entry_from_path(definition_file("copa", None)),
