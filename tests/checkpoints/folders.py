@@ -12,8 +12,8 @@ from qbench.checkpoints.fla import NAMES, llama_settings
 CONFIG = {
     "model_type": "transformer", "attn_impl": "parallel_softpick_attn", "hidden_size": 64,
     "num_heads": 2, "num_kv_heads": None, "num_hidden_layers": 1, "vocab_size": 32,
-    "intermediate_size": 96, "max_position_embeddings": 128, "norm_eps": 1e-6,
-    "rope_theta": 10000.0, "hidden_act": "swish", "tie_word_embeddings": False,
+    "intermediate_size": 96, "max_position_embeddings": 128, "norm_eps": 1e-4,
+    "rope_theta": 500.0, "hidden_act": "swish", "tie_word_embeddings": False,
 }  # fmt: skip
 
 

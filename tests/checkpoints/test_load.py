@@ -8,7 +8,7 @@ from checkpoints.folders import CONFIG, random_tensors, write
 from loading import load_model, require_refused, save_as_transformers
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from qbench.checkpoints import find
 from qbench.checkpoints.load import unlike_files
@@ -132,23 +132,11 @@ def test_experts_that_cannot_be_joined_are_named_as_such(change, tmp_path):
     require_refused(find(str(folder)), "misshapen|as of its experts, of which one may be missing")
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
-         "intermediate_size": 48, "max_position_embeddings": 64}  # fmt: skip
-
-
-def test_a_classifier_lacks_its_output_over_the_vocabulary(tmp_path):
-    LlamaForSequenceClassification(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
-        load_model(find(str(tmp_path)), dtype=torch.float32, device="cpu")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("decoder", [True, False])
 def test_what_a_model_does_is_looked_at_when_it_is_loaded(tmp_path, dtype, decoder):
-    from transformers import BertConfig, BertLMHeadModel
-
     torch.manual_seed(0)
-    config = BertConfig(**SIZES, is_decoder=decoder, initializer_range=0.2)
+    config = BertConfig(**SMALL, is_decoder=decoder, initializer_range=0.2)
     BertLMHeadModel(config).save_pretrained(tmp_path)
     if decoder:
         load_model(find(str(tmp_path)), dtype=dtype, device="cpu")

@@ -9,42 +9,11 @@ from loading import load_model, require_refused
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qbench.attention.normalizers import NORMALIZERS, Parameter
-from qbench.attention.normalizers.softmax import Softmax
 from qbench.checkpoints import find
 from qbench.errors import CheckpointError
 
 NAME = {"fla": "model.layers.0.attn.s", "stock": "model.layers.0.self_attn.s"}
-
-
-class Scaled(Softmax):
-    """Softmax of scores that a number a head multiplies."""
-
-    name = "scaled"
-    kernels = None
-    parameters = (Parameter(name="s", trainable=True, attribute="s"),)
-
-    def weights(self, scores, *, allowed=None, parameters=None):
-        factor = parameters["s"].to(scores.dtype)[:, None, None]
-        return super().weights(scores * factor, allowed=allowed, parameters={})
-
-    def attention(self, *_, **__):
-        return None
-
-
-class Optional(Scaled):
-    name = "optional"
-    parameters = (Parameter(name="s", trainable=True, attribute="s", required=False),)
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    added = (Scaled(), Optional())
-    for normalizer in added:
-        NORMALIZERS[normalizer.name] = normalizer
-    yield
-    for normalizer in added:
-        del NORMALIZERS[normalizer.name]
+SCALED = "scalable-softmax"  # of a parameter s per head
 
 
 def folder(path, format, normalizer, change=None):
@@ -67,27 +36,19 @@ def folder(path, format, normalizer, change=None):
     return str(path)
 
 
-@pytest.mark.parametrize("normalizer", ["scaled", "optional"])
 @pytest.mark.parametrize("format", NAME)
 @torch.no_grad()
-def test_they_are_read_and_used(tmp_path, format, normalizer):
-    found = find(folder(tmp_path, format, normalizer))
+def test_they_are_read_and_used(tmp_path, format):
+    found = find(folder(tmp_path, format, SCALED))
     model = load_model(found, dtype=torch.bfloat16, device="cpu")
     module = model.model.layers[0].self_attn
     assert torch.equal(module.s, torch.tensor([0.5, 3.0]).bfloat16())
     assert not module.s.requires_grad
     ids = torch.arange(12)[None]
-    if normalizer == "scaled":
-        before = model(ids).logits
-        assert torch.equal(model(ids).logits, before)
-        module.s.mul_(2)
-        assert not torch.equal(model(ids).logits, before)
-
-
-def test_a_normalizer_can_do_without_those_that_it_does_not_require(tmp_path):
-    without = folder(tmp_path, "fla", "optional", lambda tensors: tensors.pop(NAME["fla"]))
-    model = load_model(find(without), dtype=torch.float32, device="cpu")
-    assert not hasattr(model.model.layers[0].self_attn, "s")
+    before = model(ids).logits
+    assert torch.equal(model(ids).logits, before)
+    module.s.mul_(2)
+    assert not torch.equal(model(ids).logits, before)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +62,7 @@ def test_a_normalizer_can_do_without_those_that_it_does_not_require(tmp_path):
     ],
 )
 def test_they_are_held_against_the_model(tmp_path, format, name, words):
-    found = find(folder(tmp_path, format, "scaled", lambda t: t.update({name: torch.ones(3)})))
+    found = find(folder(tmp_path, format, SCALED, lambda t: t.update({name: torch.ones(3)})))
     require_refused(found, words)
 
 
@@ -112,8 +73,8 @@ def test_another_normalizer_has_no_use_for_them(tmp_path, format):
 
 @pytest.mark.parametrize("format", NAME)
 def test_a_checkpoint_without_them_is_refused_before_it_is_loaded(tmp_path, format):
-    assert find(folder(tmp_path / "a", format, "scaled")).normalizer == "scaled"
-    without = folder(tmp_path / "b", format, "scaled", lambda tensors: tensors.pop(NAME[format]))
+    assert find(folder(tmp_path / "a", format, SCALED)).normalizer == SCALED
+    without = folder(tmp_path / "b", format, SCALED, lambda tensors: tensors.pop(NAME[format]))
     with pytest.raises(CheckpointError, match=r"missing: s of every attention module"):
         find(without)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from checkpoints.folders import CONFIG, random_tensors, write
 from loading import load_model
 from safetensors.torch import save_file
@@ -62,10 +63,7 @@ def test_files_that_transformers_does_not_read_are_not_read(tmp_path):
     [
         (lambda files: files.update({"x": "../y.safetensors"}), "no weight_map"),
         (lambda files: files.update({"x": 3}), "no weight_map"),
-        (
-            lambda files: files.update({"x": "model-9.safetensors"}),
-            "files that are missing: model-9",
-        ),
+        (lambda files: files.update({"x": "model-9.safetensors"}), "that are missing: model-9"),
     ],
 )
 def test_an_index_that_is_not_of_these_files_is_refused(tmp_path, change, words):
@@ -182,8 +180,6 @@ def test_large_files_are_hashed_in_parts(tmp_path, monkeypatch):
 
 
 def test_files_that_every_tokenizer_of_transformers_names_are_read(tmp_path):
-    import transformers
-
     folder = write(tmp_path / "c")
     models = Path(transformers.__file__).parent / "models"
     named = {
@@ -199,8 +195,6 @@ def test_files_that_every_tokenizer_of_transformers_names_are_read(tmp_path):
 
 
 def test_generation_settings_of_the_folder_reach_the_model(tmp_path):
-    import torch
-
     folder = write(tmp_path / "c")
     (folder / "generation_config.json").write_text('{"repetition_penalty": 1.7}')
     model = load_model(find(str(folder)), dtype=torch.float32, device="cpu")
@@ -208,8 +202,6 @@ def test_generation_settings_of_the_folder_reach_the_model(tmp_path):
 
 
 def test_generation_settings_that_transformers_refuses_are_one_line(tmp_path):
-    import torch
-
     folder = write(tmp_path / "c")
     (folder / "generation_config.json").write_text('{"early_stopping": 3.5}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json: .*early_stop") as error:

@@ -13,7 +13,7 @@ import transformers
 from checkpoints.folders import CONFIG, random_tensors, write
 from loading import load_model
 from packaging.version import Version
-from scoring_models import choices, scorer, settings
+from scoring_models import ask, choices, scorer, settings
 from tiny import CONFIGS, KINDS, MOE, tiny_model, write_tiny
 from transformers import AutoModelForCausalLM
 
@@ -59,10 +59,18 @@ def folders(tmp_path_factory):
 
 
 def answers(model, mode, **changes):
-    scored = scorer(model, mode, tolerance=LOOSE, **changes).loglikelihood(
-        choices(3), disable_tqdm=True
-    )
+    scored = ask(scorer(model, mode, tolerance=LOOSE, **changes), choices(3))
     return [value for value, _ in scored]
+
+
+def require_scored_alike(ours, theirs):
+    """In every mode of ``ours``; returns settings of the fastest, and why none is faster."""
+    expected = answers(theirs.eval(), "lm-eval")
+    fitted, why = fit_settings(ours, settings("fast"))
+    for mode in MODES[MODES.index(fitted.mode) :]:
+        packed = {"packed": fitted.packed} if mode == "fast" else {}
+        assert answers(ours, mode, **packed) == pytest.approx(expected, abs=2e-4), mode
+    return fitted, why
 
 
 def test_every_class_of_the_table_is_tried():
@@ -103,15 +111,11 @@ def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_are_measured(kind, 
     theirs = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder, dtype=torch.float32, attn_implementation=own
     )
-    expected = answers(theirs.eval(), "lm-eval")
-    fitted, why = fit_settings(ours, settings("fast"))
+    fitted, why = require_scored_alike(ours, theirs)
     listed = installed(ROWS[kind].scoring)  # fast; fast in rows (REASON); lm-eval (REASON)
     assert fitted.mode == listed.split(" ")[0]
     assert fitted.packed == ("in rows" not in listed)
     assert bool(why) == ("(" in listed)
-    for mode in MODES[MODES.index(fitted.mode) :]:
-        packed = {"packed": fitted.packed} if mode == "fast" else {}
-        assert answers(ours, mode, **packed) == pytest.approx(expected, abs=2e-4), mode
 
 
 @pytest.mark.parametrize(
@@ -125,14 +129,9 @@ def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_are_measured(kind, 
 def test_heads_of_another_width_or_scale_are_scored_as_measured(kind, stated, fastest, tmp_path):
     """As OPT-350M's, and Falcon-H1's."""
     checkpoint = find(str(write_tiny(tmp_path, kind, **stated)))
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32)
     ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    fitted, _ = fit_settings(ours, settings("fast"))
-    assert fitted.mode == fastest
-    for mode in MODES[MODES.index(fitted.mode) :]:
-        packed = {"packed": fitted.packed} if mode == "fast" else {}
-        expected = pytest.approx(answers(theirs, "lm-eval"), abs=2e-4)
-        assert answers(ours, mode, **packed) == expected, mode
+    assert require_scored_alike(ours, theirs)[0].mode == fastest
 
 
 # What a model does that no configuration says

@@ -4,6 +4,7 @@ import pytest
 import torch
 from quantizer_models import make, parse
 from tiny import CONFIGS, KINDS, SPARSE_KEYS, STATES, tiny_model
+from transformers.models.mixtral import modeling_mixtral
 
 from qbench.checkpoints.find import tried_classes
 from qbench.errors import QuantizationError
@@ -152,8 +153,6 @@ def test_experts_taken_apart_compute_what_they_did(kind):
 
 
 def test_an_expert_that_no_calibration_text_reaches_is_named(tmp_path, monkeypatch):
-    from transformers.models.mixtral import modeling_mixtral
-
     plain = modeling_mixtral.MixtralTopKRouter.forward
 
     def never_the_last(self, hidden_states):
