@@ -10,7 +10,7 @@ import torch
 from lm_eval.tasks import TaskManager
 from loading import load_model
 from scoring_models import settings
-from small_recipe import qbench, small_recipe
+from small_recipe import qbench, run_small, small_recipe
 from tiny import write_tiny
 
 from qbench.bench import attention_speed, cells, command_speed
@@ -48,43 +48,31 @@ def tasks(*names):
 RUNS = ("lm-eval", "exact", "fast", "fast, rows kept", "fast, damage measured")
 
 
-@pytest.fixture(scope="module")
-def comparison(model, tokenizer):
-    """Its warm-up scores fewer documents."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "WARM_UP", 1)
-        return compare(
-            model,
-            tokenizer,
-            tasks("demo_choice", "demo_pages"),
-            {mode: settings(mode, max_length=128, limit=2) for mode in MODES},
-            log=print,
-        )
-
-
-def test_every_mode_scores_every_task_and_all_together(comparison):
-    scored = {(row["task"], row["mode"]) for row in comparison["rows"]}
-    names = ("demo_choice", "demo_pages", "all")
-    assert scored == {(t, m) for t in names for m in RUNS}
-    for row in comparison["rows"]:
+def test_every_mode_scores_every_task_exact_as_lm_eval_and_fast_but_for_rounding(
+    model, tokenizer, monkeypatch
+):
+    """The warm-up scores fewer documents."""
+    monkeypatch.setattr(evaluation, "WARM_UP", 1)
+    names = ("demo_choice", "demo_pages")
+    chosen = {mode: settings(mode, max_length=128, limit=2) for mode in MODES}
+    found = compare(model, tokenizer, tasks(*names), chosen, log=print)
+    rows = {(row["task"], row["mode"]): row for row in found["rows"]}
+    assert rows.keys() == {(task, run) for task in (*names, "all") for run in RUNS}
+    for row in rows.values():
         assert row["documents"] == (4 if row["task"] == "all" else 2)
         assert row["seconds"] >= row["scoring_seconds"] > 0
         assert ("speed" not in row) == (row["mode"] == "lm-eval")
-
-
-def test_exact_differs_by_nothing_and_fast_by_rounding(comparison):
-    rows = {(row["task"], row["mode"]): row for row in comparison["rows"]}
     assert rows["all", "exact"]["largest_difference"] == 0
     assert rows["demo_choice", "fast"]["largest_difference"] < 1e-4
     assert rows["demo_pages", "fast"]["largest_difference"] < 1e-2
     assert rows["all", "fast"]["changed_answers"] == 0
-    for run in RUNS[3:]:  # who watches changes nothing
-        differences = [rows["all", which]["largest_difference"] for which in (run, "fast")]
-        assert differences[0] == differences[1]
+    # who watches changes nothing
+    assert len({rows["all", run]["largest_difference"] for run in RUNS[2:]}) == 1
 
 
 def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, monkeypatch):
     """They have no log-likelihood, and each of the task's filters has its row."""
+    monkeypatch.setattr(evaluation, "WARM_UP", 1)
     rows = [{"text": f"Fog covered the valley {n}"} for n in range(2)]
     data = tmp_path / "lambada_word" / "test.jsonl"
     data.parent.mkdir()
@@ -92,6 +80,7 @@ def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, 
     task = load_task(
         plan_task("lambada_word", data=tmp_path, definitions=DEMO.parent / "generation")
     )
+    task.task.config.generation_kwargs["max_gen_toks"] = 6
     real = Scorer.generate_until
     monkeypatch.setattr(
         Scorer, "generate_until", lambda self, asked: [*real(self, asked)[:-1], "another"]
@@ -128,11 +117,10 @@ def test_every_timed_shape_has_a_length_that_is_checked():
 
 @pytest.mark.usefixtures("own_cache")
 def test_each_finished_cell_of_this_machine_has_a_speed(tmp_path, capsys):
-    recipe = small_recipe(tmp_path, quantizers=["fp32", "rtn-4bit"], tasks=["demo_pages"],
-                          evaluation={"limit": 1, "damage": False})  # fmt: skip
-    results, file = tmp_path / "results", tmp_path / "cells.json"
-    assert qbench("run", recipe, "--out", results, "--device", "cpu", "--only", "softmax/*") == 0
-    command = ("bench", "cells", results, "--tokens", 2, "--device", "cpu", "--out", file)
+    store = run_small(tmp_path, "--only", "softmax/*", quantizers=["fp32", "rtn-4bit"],
+                      tasks=["demo_pages"], evaluation={"limit": 1, "damage": False})  # fmt: skip
+    file = tmp_path / "cells.json"
+    command = ("bench", "cells", store.directory, "--tokens", 2, "--device", "cpu", "--out", file)
     assert qbench(*command) == 0
     measured = json.loads(file.read_text())
     assert [row["cell"] for row in measured["rows"]] == ["softmax/fp32", "softmax/rtn-4bit"]
@@ -142,39 +130,37 @@ def test_each_finished_cell_of_this_machine_has_a_speed(tmp_path, capsys):
     assert "torch" in measured["environment"]["versions"]
 
 
-def test_a_token_that_waits_for_a_compiler_does_not_slow_a_cell(monkeypatch):
+def bench_cells(monkeypatch, names, out=None, waits=(), stops=None):
+    """Rows of a bench of 16 tokens per cell; a token in ``waits`` takes 0.3 s, as of a compiler."""
+
     def generate(ids, *, streamer=None, max_new_tokens, **_):
         for token in range(max_new_tokens + 1):
-            time.sleep(0.3 if token in (1, 5) else 0.001)
+            time.sleep(0.3 if token in waits else 0.001)
             if streamer is not None:
                 streamer.put(ids)
 
-    model = SimpleNamespace(generate=generate, config=SimpleNamespace(vocab_size=9))
-    measured = SimpleNamespace(model=model)
-    monkeypatch.setattr(cells, "load_measured", lambda *_: measured)
-    records, options = [SimpleNamespace(cell="a/bf16")], {"device": "cpu", "log": lambda _: None}
-    (row,) = cells.bench_cells(None, records, None, tokens=16, **options)["rows"]
+    def load(store, record, *_):
+        if record.cell == stops:
+            raise KeyboardInterrupt
+        model = SimpleNamespace(generate=generate, config=SimpleNamespace(vocab_size=9))
+        return SimpleNamespace(model=model)
+
+    monkeypatch.setattr(cells, "load_measured", load)
+    records = [SimpleNamespace(cell=name) for name in names]
+    options = {"device": "cpu", "tokens": 16, "log": lambda _: None, "out": out}
+    return cells.bench_cells(None, records, None, **options)["rows"]
+
+
+def test_a_token_that_waits_for_a_compiler_does_not_slow_a_cell(monkeypatch):
+    (row,) = bench_cells(monkeypatch, ["a/bf16"], waits=(1, 5))
     assert row["tokens_per_second"] > 100
 
 
 def test_a_stopped_bench_of_cells_leaves_the_rows_it_has(monkeypatch, tmp_path):
-    def load(store, record, *_):
-        if record.cell == "a/rtn-4bit":
-            raise KeyboardInterrupt
-        return SimpleNamespace(model=model)
-
-    def generate(ids, *, streamer=None, max_new_tokens, **_):
-        for _ in range(max_new_tokens + 1 if streamer else 0):
-            streamer.put(ids)
-
-    model = SimpleNamespace(generate=generate, config=SimpleNamespace(vocab_size=9))
-    monkeypatch.setattr(cells, "load_measured", load)
-    records = [SimpleNamespace(cell=name) for name in ("a/bf16", "a/rtn-4bit")]
-    options = {"device": "cpu", "tokens": 4, "log": lambda _: None, "out": tmp_path / "cells.json"}
+    names, out = ["a/bf16", "a/rtn-4bit"], tmp_path / "cells.json"
     with pytest.raises(KeyboardInterrupt):
-        cells.bench_cells(None, records, None, **options)
-    rows = json.loads((tmp_path / "cells.json").read_text())["rows"]
-    assert [row["cell"] for row in rows] == ["a/bf16"]
+        bench_cells(monkeypatch, names, out, stops="a/rtn-4bit")
+    assert [row["cell"] for row in json.loads(out.read_text())["rows"]] == names[:1]
 
 
 # The bench of generated answers, on a tiny shape.
@@ -240,16 +226,12 @@ def test_commands_are_shares_of_lm_evals_mean(tmp_path, planned, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "function"),
-    {
-        "evaluation": (evaluation, "bench_evaluation"),
-        "command": (command_speed, "bench_command"),
-    }.items(),
+    ("name", "module"), [("evaluation", evaluation), ("command", command_speed)]
 )
-def test_a_bench_plans_its_recipe(tmp_path, monkeypatch, name, function):
+def test_a_bench_plans_its_recipe(tmp_path, monkeypatch, name, module):
     plans = []
-    monkeypatch.setattr(*function, lambda plan, *_, **__: plans.append(plan) or {})
-    monkeypatch.setattr(function[0], "table", lambda _: "")
+    monkeypatch.setattr(module, f"bench_{name}", lambda plan, *_, **__: plans.append(plan) or {})
+    monkeypatch.setattr(module, "table", lambda _: "")
     recipe = small_recipe(tmp_path, quantizers=["fp32"], tasks=["demo_pages"])
     assert qbench("bench", name, recipe, "--device", "cpu") == 0
     assert [cell.label for cell in plans[0].cells][:1] == ["fp32"]

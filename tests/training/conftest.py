@@ -79,9 +79,7 @@ def run_recipe(path, out, *, stop_after=None, log=[].append):
     recipe = TrainingRecipe.load(path)
     files = read_token_files(Path(recipe.data.tokens))
     with joined("cpu") as processes:
-        return train_recipe(
-            recipe, files, out, processes=processes, log=log, stop_after=stop_after
-        )  # fmt: skip
+        return train_recipe(recipe, files, out, processes=processes, log=log, stop_after=stop_after)
 
 
 @pytest.fixture(scope="session")

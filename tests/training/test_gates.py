@@ -4,11 +4,10 @@ without it."""
 import pytest
 import torch
 from loading import load_model
-from small_recipe import qbench, small_recipe
+from small_recipe import qbench, run_small
 from torch import nn
 
 from qbench.checkpoints import find
-from qbench.store import Store
 from qbench.training.model import initial_model
 from qbench.training.training_recipe import Shape
 
@@ -62,15 +61,14 @@ def test_a_trained_gate_is_read_and_quantized_or_left_out(tmp_path, recipe_file)
             logits = model(IDS).logits
             model.set_attn_implementation("eager")  # the class's own attention
             torch.testing.assert_close(logits, model(IDS).logits)
-    recipe = small_recipe(
+    store = run_small(
         tmp_path,
         checkpoints={"head": str(folders[names[1]]), "element": str(folders[names[2]])},
         quantizers=["fp32", {"name": "rtn-4bit", "group_size": 32},
                     {"name": "rtn-4bit", "group_size": 32, "ignore": ["g_proj"], "label": "but"}],
         tasks=["demo_lastword"], evaluation={"limit": 4, "damage": False},
     )  # fmt: skip
-    assert qbench("run", recipe, "--out", tmp_path / "results") == 0
-    records = {(r.checkpoint, r.quantizer): r for r in Store(tmp_path / "results").records()}
+    records = {(r.checkpoint, r.quantizer): r for r in store.records()}
     assert {record.status for record in records.values()} == {"ok"}
     for name in ("head", "element"):
         layers = {

@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from loading import load_model
 from safetensors.torch import load_file
 
+from qbench.analysis.measure import measure
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.records import read_training
+from qbench.training import loop
+from qbench.training.data import read_token_files, watched_rows
 from qbench.training.loop import _or_inf
+from qbench.training.training_recipe import TrainingRecipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,10 +66,6 @@ def test_the_record_says_how_it_came_about(trained, tokens):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_held_out_loss_is_that_of_the_saved_checkpoint(tmp_path, train, tokens, precision):
     """Its weights are rounded to bfloat16; the rotary frequencies are not."""
-    from qbench.analysis.measure import measure
-    from qbench.training.data import read_token_files, watched_rows
-    from qbench.training.training_recipe import TrainingRecipe
-
     settings = {"normalizers": ["softmax"], "tokens": 640, "compute": {"precision": precision}}
     [record] = train(tmp_path, **settings)
     recipe = TrainingRecipe.load(tmp_path / "recipe.yaml")
@@ -96,8 +97,6 @@ def test_a_loss_of_zero_is_a_loss():
 def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
     tmp_path, train, monkeypatch
 ):
-    from qbench.training import loop
-
     def breaks(number, steps, schedule):
         return float("nan") if number == 23 else 1.0
 
@@ -140,8 +139,6 @@ def test_data_that_do_not_fit_are_refused_before_training(tmp_path, train, chang
 
 
 def test_a_second_process_does_not_train_in_the_same_folder(tmp_path, train):
-    from filelock import FileLock
-
     (tmp_path / "softmax-seed3").mkdir()
     with (
         FileLock(tmp_path / "softmax-seed3" / ".lock"),

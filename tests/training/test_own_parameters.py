@@ -55,9 +55,8 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, trained(ids).logits)
     there = [
-        one for one in NORMALIZERS[normalizer].parameters
-        if one.required or one.attribute in own
-    ]  # fmt: skip
+        one for one in NORMALIZERS[normalizer].parameters if one.required or one.attribute in own
+    ]
     for one in there:
         asked = own.get(one.attribute, {})
         start = torch.tensor(one.start(2) if asked.get("start") is None else [asked["start"]] * 2)

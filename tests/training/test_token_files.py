@@ -111,9 +111,7 @@ def test_a_folder_that_is_there_is_not_written_into(tmp_path, tokens):
 def test_a_failure_leaves_no_folder_behind(tmp_path, tokenizer_folder):
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\nno\n')
     with pytest.raises(DataError):
-        tokenize(
-            [str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer=str(tokenizer_folder),
-        )  # fmt: skip
+        tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer=str(tokenizer_folder))
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -140,9 +138,7 @@ def test_lines_that_share_thirteen_words_with_an_evaluation_text_are_left_out(tm
 
 def test_special_tokens_written_in_a_text_are_text(tmp_path, tokenizer_folder):
     (tmp_path / "a.txt").write_text("\0".join(["the cat </s> sat <s> on"] * 60))
-    about = tokenize(
-        [str(tmp_path / "a.txt")], tmp_path / "out", tokenizer=str(tokenizer_folder),
-    )  # fmt: skip
+    about = tokenize([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer=str(tokenizer_folder))
     for ids in (
         read_token_files(tmp_path / "out").train,
         read_token_files(tmp_path / "out").held_out,
@@ -167,9 +163,7 @@ def test_a_tokenizer_without_tokenizer_json_is_refused(tmp_path):
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "vocab.txt").write_text("[UNK]\nthe\ncat")
     with pytest.raises(DataError, match=r"slow: it has no tokenizer\.json; write one with"):
-        tokenize(
-            [str(separated(tmp_path))], tmp_path / "out", tokenizer=str(tmp_path / "slow"),
-        )  # fmt: skip
+        tokenize([str(separated(tmp_path))], tmp_path / "out", tokenizer=str(tmp_path / "slow"))
 
 
 def test_a_tokenizer_may_be_learnt_from_the_text(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qbench.errors import RecipeError
+from qbench.recipe import Recipe
 from qbench.training.model import flops_per_token, initial_model, utilization
 from qbench.training.training_recipe import TrainingRecipe
 
@@ -46,8 +47,6 @@ def test_what_cannot_work_is_refused_with_its_line(recipe_file, changed, said):
 
 
 def test_recipes_of_one_kind_are_no_recipes_of_the_other(recipe_file):
-    from qbench.recipe import Recipe
-
     with pytest.raises(RecipeError, match=r"gptq\.yaml:\d+: checkpoints: it is a recipe of `qbe"):
         TrainingRecipe.load(SHIPPED[0].parents[1] / "gptq.yaml")
     with pytest.raises(RecipeError, match=r"recipe\.yaml: it is a training recipe; use qbench"):
