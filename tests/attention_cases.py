@@ -5,7 +5,7 @@ autograd. So scores must be of moderate size here.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -35,15 +35,9 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        words = [self.normalizer, "x".join(map(str, self.shape))]
-        words += [] if self.causal else ["full"]
-        words += [f"window {self.window}"] if self.window else []
-        words += [f"cap {self.softcap:g}"] if self.softcap else []
-        words += ["slopes"] if self.slopes else []
-        words += ["mask"] if self.mask else []
-        words += ["packed"] if self.packed else []
-        words += [f"scores × {self.scores:g}"] if self.scores != 1 else []
-        return ", ".join(words + ([] if self.bias else ["by length"]))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = [f"{n} {values[n]}" for n in values if values[n] != getattr(Case, n, None)]
+        return ", ".join(changed)
 
 
 def parameters(case: Case) -> dict[str, torch.Tensor]:

@@ -5,13 +5,8 @@ import torch
 import torch.utils.checkpoint
 from normalizer_parameters import attach, parameters
 from packaging.version import Version
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    StaticCache,
-)
+from tiny import tiny_model
+from transformers import StaticCache
 
 from qbench.attention import transformers as interface
 from qbench.attention.transformers import BLOCKS_JOINED_LAST, positions_counted, set_attention
@@ -28,20 +23,13 @@ OLD_COMPILER = pytest.mark.skipif(
 UNSEEN = not BLOCKS_JOINED_LAST and Version(torch.__version__).release < (2, 14)
 DENSE = (True, False, None, None) if UNSEEN else None
 
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 32, "vocab_size": 61, "initializer_range": 0.3,
-}  # fmt: skip
-
 
 def llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+    return tiny_model("llama").requires_grad_(True)
 
 
 def mistral():
-    torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(sliding_window=5, **SIZES))
+    return tiny_model("mistral", sliding_window=5).requires_grad_(True)
 
 
 def received(monkeypatch, implementation="triton"):
@@ -165,7 +153,7 @@ def test_blocks_that_see_each_other_are_no_plain_causality(monkeypatch):
     received(monkeypatch)
     model = llama()
     set_attention(model, normalizer="softmax")
-    states, blocks = torch.zeros(1, 6, 32), torch.tensor([[-1, 0, 0, 0, -1, -1]])
+    states, blocks = torch.zeros(1, 6, 64), torch.tensor([[-1, 0, 0, 0, -1, -1]])
 
     def make(states, positions):
         return create_causal_mask(

@@ -1,13 +1,12 @@
 import pytest
 import torch
 from normalizer_parameters import attach
+from tiny import tiny_model
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     DynamicCache,
     LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2ForCausalLM,
     StaticCache,
 )
 
@@ -24,19 +23,9 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 FEW = ("softpick", "sigmoid", "scalable-softmax")
 
 
-def tiny(kind=LlamaForCausalLM, **changes):
-    """Weights that give scores of some size, of both signs."""
-    torch.manual_seed(0)
-    config = kind.config_class(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, vocab_size=97, initializer_range=0.3, **changes,
-    )  # fmt: skip
-    return kind(config).eval()
-
-
 @pytest.fixture(scope="module")
 def model():
-    return tiny()
+    return tiny_model("llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +72,7 @@ def test_decoding_with_a_cache_equals_one_full_pass(ids, normalizer, padded, sta
     """With slopes, which go by distance. A static cache's offset moves on while layers are at work,
     and it has room behind the last key."""
     # In float64: scalable softpick's rows near zero make much of float32's rounding.
-    model = attach(tiny(), normalizer, slopes=True).double()
+    model = attach(tiny_model("llama", num_hidden_layers=2), normalizer, slopes=True).double()
     config = model.config
     set_attention(model, normalizer=normalizer)
     padding = torch.ones(3, 17, dtype=torch.long)
@@ -109,10 +98,11 @@ def test_decoding_with_a_cache_equals_one_full_pass(ids, normalizer, padded, sta
 @pytest.mark.parametrize("layers", ["full_attention", "sliding_attention"])
 def test_answers_with_a_static_cache_are_those_with_a_dynamic_one(ids, layers, padded):
     """transformers makes its masks ahead, one a kind of layer."""
-    model = tiny(
-        Qwen2ForCausalLM, layer_types=["full_attention", layers], sliding_window=6,
-        use_sliding_window=True, eos_token_id=None,
+    model = tiny_model(
+        "qwen2", num_hidden_layers=2, layer_types=["full_attention", layers], sliding_window=6,
+        use_sliding_window=True,
     )  # fmt: skip
+    model.generation_config.eos_token_id = None
     set_attention(model, normalizer="softpick")
     padding = torch.ones_like(ids)
     if padded:

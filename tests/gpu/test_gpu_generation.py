@@ -4,8 +4,7 @@ import gc
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
-from scoring_models import llama, text, tokenizer
+from scoring_models import llama, prompt, text, tokenizer
 
 from qbench.attention.transformers import set_attention
 from qbench.evaluation.scoring import generate, language_model
@@ -37,14 +36,7 @@ def test_captured_steps_answer_as_hflm_does(normalizer, cache, monkeypatch):
     monkeypatch.setattr(generate, "SPARE_COLUMNS", 0)
     monkeypatch.setattr(generate._Decoding, "_capture", noted)
     requests = [
-        Instance(
-            request_type="generate_until",
-            doc={},
-            arguments=(text(i, 1 + 3 * i), {"until": [" the"], "max_gen_toks": 5 + 2 * i}),
-            idx=0,
-            metadata=("generation", i, 1),
-        )
-        for i in range(17)
+        prompt(text(i, 1 + 3 * i), i, until=[" the"], max_gen_toks=5 + 2 * i) for i in range(17)
     ]
     settings = ScoringSettings(mode="exact", max_length=256, batch_size=1, window_batch_size=1)
     lm = language_model(model, tokenizer(), settings)

@@ -3,7 +3,7 @@ what it costs."""
 
 import pytest
 import torch
-from scoring_models import choices, llama, pages, scorer
+from scoring_models import ask, choices, llama, pages, scorer
 
 from qbench.attention.transformers import set_attention
 from qbench.evaluation.settings import Tolerance
@@ -73,13 +73,13 @@ def test_fast_scores_are_the_exact_ones_and_those_of_the_reference(scheme, norma
     found = {}
     for mode in ("exact", "fast"):
         one = scorer(model, mode, tolerance=LOOSE, **SIZES)
-        found[mode] = [a for a, _ in one.loglikelihood(requests, disable_tqdm=True)]
-        found[mode] += one.loglikelihood_rolling(texts, disable_tqdm=True)
+        found[mode] = [a for a, _ in ask(one, requests)]
+        found[mode] += ask(one, texts)
     assert_close(found["fast"], found["exact"])
     set_attention(model, normalizer=normalizer, implementation="reference")
     one = scorer(model, "exact", tolerance=LOOSE, **SIZES)
-    reference = [a for a, _ in one.loglikelihood(requests, disable_tqdm=True)]
-    reference += one.loglikelihood_rolling(texts, disable_tqdm=True)
+    reference = [a for a, _ in ask(one, requests)]
+    reference += ask(one, texts)
     assert_close(found["exact"], reference)
 
 

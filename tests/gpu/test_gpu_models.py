@@ -4,7 +4,7 @@ import pytest
 import torch
 from loading import load_model
 from quantizer_models import DIGEST, parse
-from scoring_models import choices, scorer, settings
+from scoring_models import ask, choices, scorer, settings
 from tiny import CONFIGS, write_tiny
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +21,7 @@ CLOSE = 0.05  # nats a request of a few tokens: float32 products may be TF32
 
 def answers(model, mode, **changes):
     lm = scorer(model, mode, tolerance=LOOSE, **changes)
-    found = lm.loglikelihood(choices(3), disable_tqdm=True)
+    found = ask(lm, choices(3))
     return torch.tensor([value for value, _ in found])
 
 

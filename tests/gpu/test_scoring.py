@@ -3,7 +3,7 @@
 import pytest
 import scoring_models
 import torch
-from scoring_models import choices, instance, llama, pages, text
+from scoring_models import ask, choices, instance, llama, pages, text
 from test_kl import Logits, quantized_like
 from transformers.models.llama import modeling_llama
 
@@ -29,12 +29,12 @@ def scorer(model, mode, **changes):
 def test_exact_is_within_1e_5_of_hflm_in_float32(normalizer):
     model = model_with(normalizer, torch.float32)
     requests = choices(60)
-    expected = scorer(model, "lm-eval").loglikelihood(requests, disable_tqdm=True)
-    ours = scorer(model, "exact").loglikelihood(requests, disable_tqdm=True)
+    expected = ask(scorer(model, "lm-eval"), requests)
+    ours = ask(scorer(model, "exact"), requests)
     assert [a for a, _ in ours] == pytest.approx([a for a, _ in expected], rel=1e-5)
     windows = pages((3, 0, 75, 40, 1, 300))
-    expected = scorer(model, "lm-eval").loglikelihood_rolling(windows, disable_tqdm=True)
-    ours = scorer(model, "exact").loglikelihood_rolling(windows, disable_tqdm=True)
+    expected = ask(scorer(model, "lm-eval"), windows)
+    ours = ask(scorer(model, "exact"), windows)
     assert ours == pytest.approx(expected, rel=1e-5)
 
 
@@ -48,8 +48,8 @@ def test_packs_on_the_kernels_stay_near_exact(normalizer, dtype, tolerance):
     requests = [*choices(60), instance(text(1, 200), " the cat sat", 99)]
     bounds = Tolerance(mean=tolerance, largest=10 * tolerance, changed=0.2)
     fast = scorer(model, "fast", sample=61, tolerance=bounds)
-    fast.loglikelihood(requests, disable_tqdm=True)
-    fast.loglikelihood_rolling(pages((3, 0, 75, 40, 1, 300)), disable_tqdm=True)
+    ask(fast, requests)
+    ask(fast, pages((3, 0, 75, 40, 1, 300)))
     difference = fast.report().difference_from_exact
     assert difference.documents >= 61 + 1  # two windows may be of one page
     assert difference.largest_per_token <= 10 * tolerance
@@ -58,14 +58,14 @@ def test_packs_on_the_kernels_stay_near_exact(normalizer, dtype, tolerance):
 def test_a_real_out_of_memory_halves_the_batch_and_loses_nothing():
     model = model_with("softpick", torch.bfloat16)
     requests = [instance(text(i, 20), " " + text(i + 1, 30), i) for i in range(600)]
-    expected = scorer(model, "fast").loglikelihood(requests, disable_tqdm=True)
+    expected = ask(scorer(model, "fast"), requests)
     fast = scorer(model, "fast", batch_tokens=40_000, sample=0)
     held = torch.cuda.memory_allocated()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     try:
         torch.cuda.set_per_process_memory_fraction((held + 64 * 2**20) / total)
-        answers = fast.loglikelihood(requests, disable_tqdm=True)
+        answers = ask(fast, requests)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert fast.report().halvings > 0
@@ -78,7 +78,7 @@ ANY = Tolerance(mean=10.0, largest=100.0, changed=1.0)
 
 def watch(model, mode, observer, requests):
     lm = scorer(model, mode, observer=observer, tolerance=ANY)
-    return lm.loglikelihood(requests, disable_tqdm=True)
+    return ask(lm, requests)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
@@ -103,11 +103,11 @@ def test_damage_is_the_divergence_of_full_logits(mode, dtype):
 def test_packs_have_the_bits_of_the_classs_own_functions(dtype):
     fast = scorer(model_with("softmax", dtype), "fast")
     requests = choices(30)
-    ours = fast.loglikelihood(requests, disable_tqdm=True)
+    ours = ask(fast, requests)
     forward = fast.fast.forward
     norm = modeling_llama.LlamaRMSNorm
     # put back
     assert {each.owner for each in forward.fused} == {modeling_llama, norm}
     assert all(getattr(each.owner, each.name) is each.original for each in forward.fused)
     forward.fused.clear()
-    assert ours == fast.loglikelihood(requests, disable_tqdm=True)
+    assert ours == ask(fast, requests)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_cases import EACH, QUICK, WHOLE, Case, by_kernels, definition, errors, inputs
 from attention_cases import parameters as parameters_of
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import tiny_model
 
 from qbench.attention import kernels, reference
 from qbench.attention.kernels import decode, forward, ops
@@ -219,12 +219,7 @@ def test_the_operator_is_as_torch_asks_and_gives_the_same_bits(normalizer):
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32, vocab_size=31, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return tiny_model("llama", head_dim=16).requires_grad_(True)
 
 
 @torch.no_grad()
