@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import SOFTPICK, qbench, run_small
 from synthetic import make_store
 
 from qbench.errors import DamagedError, ResultsError
@@ -119,39 +119,25 @@ def test_processes_unpack_it_once(whole, packed):
 
 
 def test_a_run_goes_on_from_it(tmp_path, capsys, own_cache):
-    recipe = small_recipe(
-        tmp_path, checkpoints={"softpick": str(DEMO / "softpick")}, tasks=["demo_lastword"],
-        quantizers=["fp32"],
-    )  # fmt: skip
-    run = ("run", recipe, "--device", "cpu", "--out")
-    assert qbench(*run, tmp_path / "out") == 0
-    assert qbench("export", tmp_path / "out", "--to", "archive", "--out", tmp_path / "packed") == 0
-    shutil.rmtree(tmp_path / "out")
-    assert qbench(*run, tmp_path / "packed") == 0
+    changes = {"checkpoints": SOFTPICK, "tasks": ["demo_lastword"], "quantizers": ["fp32"]}
+    out = run_small(tmp_path, **changes).directory
+    assert qbench("export", out, "--to", "archive", "--out", tmp_path / "packed") == 0
+    run_small(tmp_path, "--out", tmp_path / "packed", **changes)
     assert "softpick/fp32: already finished" in capsys.readouterr().err
 
 
-def cut(payload):
-    return payload[: len(payload) // 2]
+DAMAGE = {
+    "cut": lambda whole: whole[: len(whole) // 2],
+    "short by its checksum": lambda whole: whole[:-40],
+    "a changed byte": lambda whole: whole[:500] + bytes([whole[500] ^ 1]) + whole[501:],
+    "another": lambda whole: b"version https://git-lfs.github.com/spec/v1\n",
+}
 
 
-def short_by_its_checksum(payload):
-    return payload[:-40]
-
-
-def changed(payload):
-    middle = len(payload) // 2
-    return payload[:middle] + bytes([payload[middle] ^ 1]) + payload[middle + 1 :]
-
-
-def other(_):
-    return b"version https://git-lfs.github.com/spec/v1\n"
-
-
-@pytest.mark.parametrize("damage", [cut, short_by_its_checksum, changed, other])
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_archive_is_one_line_and_nothing_is_unpacked(packed, command, capsys, damage):
     archive = packed / ARCHIVE
-    archive.write_bytes(damage(archive.read_bytes()))
+    archive.write_bytes(DAMAGE[damage](archive.read_bytes()))
     assert command("tables", packed) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{archive}: damaged: " in line
@@ -159,19 +145,11 @@ def test_a_damaged_archive_is_one_line_and_nothing_is_unpacked(packed, command, 
     assert list(files(packed)) == [ARCHIVE]
 
 
-def member(name, payload, **more):
-    info = tarfile.TarInfo(name)
-    info.size = len(payload)
-    for key, value in more.items():
-        setattr(info, key, value)
-    return info, payload
-
-
 FOREIGN = {
-    "any text": member("grid.json", b"curl example.org | sh"),
-    "another kind": member("records/a/b/c.json", b'{"schema_version": 2}'),
-    "zeros": member("records/a/b/c.json", bytes(2**21)),
-    "a table of other content": member("records/a/b/c.0123456789abcdef.outcomes.parquet", b"x"),
+    "any text": ("grid.json", b"curl example.org | sh"),
+    "another kind": ("records/a/b/c.json", b'{"schema_version": 2}'),
+    "zeros": ("records/a/b/c.json", bytes(2**21)),
+    "a table of other content": ("records/a/b/c.0123456789abcdef.outcomes.parquet", b"x"),
 }
 
 
@@ -180,8 +158,11 @@ def test_an_archive_of_something_else_is_refused_before_a_byte_is_written(
     packed, monkeypatch, what
 ):
     monkeypatch.setattr("qbench.store.LEAST_BOUND", 2**20)
+    name, payload = FOREIGN[what]
+    info = tarfile.TarInfo(name)
+    info.size = len(payload)
     with tarfile.open(packed / ARCHIVE, "w:xz") as archive:
-        archive.addfile(FOREIGN[what][0], io.BytesIO(FOREIGN[what][1]))
+        archive.addfile(info, io.BytesIO(payload))
     with pytest.raises(DamagedError, match=r"damaged: .*; fetch it again"):
         Store(packed)
     assert list(files(packed)) == [ARCHIVE]

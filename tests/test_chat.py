@@ -4,12 +4,11 @@ import json
 import shutil
 
 import pytest
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, run_small, small_recipe
 
 from qbench.errors import RecipeError
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TEMPLATE = "{% for turn in messages %}<{{ turn.role }}> {{ turn.content }} {% endfor %}"
@@ -22,14 +21,13 @@ def chat_checkpoint(folder):
     return folder
 
 
-def recipe(folder, checkpoint, **evaluation):
-    return small_recipe(folder, checkpoints={"base": str(checkpoint)},
-                        quantizers=["fp32", {"name": "rtn-4bit", "group_size": 64}],
-                        evaluation={"limit": 3, **evaluation}, tasks=["demo_choice"])  # fmt: skip
+def changes(checkpoint, **evaluation):
+    return {"checkpoints": {"base": str(checkpoint)}, "tasks": ["demo_choice"],
+            "evaluation": {"limit": 3, **evaluation}}  # fmt: skip
 
 
 def test_a_checkpoint_without_a_chat_template_is_refused_before_work_begins(tmp_path):
-    path = recipe(tmp_path, DEMO / "softmax", apply_chat_template=True)
+    path = small_recipe(tmp_path, **changes(DEMO / "softmax", apply_chat_template=True))
     with pytest.raises(RecipeError, match=r"checkpoints\.base has no chat template"):
         plan(Recipe.load(path), device="cpu")
 
@@ -38,7 +36,8 @@ def test_keys_hold_what_is_asked_and_nothing_where_nothing_is(tmp_path):
     checkpoint = chat_checkpoint(tmp_path / "chat")
 
     def cell(**evaluation):
-        return plan(Recipe.load(recipe(tmp_path, checkpoint, **evaluation)), device="cpu").cells[0]
+        path = small_recipe(tmp_path, **changes(checkpoint, **evaluation))
+        return plan(Recipe.load(path), device="cpu").cells[0]
 
     plain = cell()
     assert "chat" not in plain.key_parts["scoring"]
@@ -52,12 +51,11 @@ def test_keys_hold_what_is_asked_and_nothing_where_nothing_is(tmp_path):
 
 
 def test_tables_say_how_prompts_were_made(tmp_path):
-    path = recipe(tmp_path, chat_checkpoint(tmp_path / "chat"), apply_chat_template=True,
-                  system_instruction="Be brief.")  # fmt: skip
-    assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 0
-    shown = (tmp_path / "out" / "tables.md").read_text()
+    asked = {"apply_chat_template": True, "system_instruction": "Be brief."}
+    store = run_small(tmp_path, **changes(chat_checkpoint(tmp_path / "chat"), **asked))
+    shown = (store.directory / "tables.md").read_text()
     assert (
         "- Prompts: by the model's chat template, few-shot examples as turns of their own" in shown
     )
     assert "with the system instruction “Be brief.”." in shown
-    assert all(record.status == "ok" for record in Store(tmp_path / "out").records())
+    assert all(record.status == "ok" for record in store.records())

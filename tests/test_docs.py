@@ -11,24 +11,14 @@ import torch
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qbench"
 NAMED = re.compile(r"`([a-z_]+(?:/|\.py))`")
-LAYOUT = {"docs/architecture.md": "## Rooms"}
 
 
-def named(document: str) -> set[str]:
-    """Modules and rooms that a document's section on the layout names."""
-    return set(NAMED.findall((ROOT / document).read_text().partition(LAYOUT[document])[2]))
-
-
-@pytest.mark.parametrize("document", LAYOUT)
-def test_what_is_named_is_there(document):
-    names = named(document) - {"qbench/", "results/"}
-    assert names
-    assert [name for name in sorted(names) if not (PACKAGE / name).exists()] == []
-
-
-def test_every_room_is_described():
+def test_modules_and_rooms_that_are_named_are_there_and_every_room_is_described():
+    layout = (ROOT / "docs" / "architecture.md").read_text().partition("## Rooms")[2]
+    names = set(NAMED.findall(layout)) - {"qbench/", "results/"}
     rooms = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms - named("docs/architecture.md") == set()
+    assert rooms <= names
+    assert [name for name in sorted(names) if not (PACKAGE / name).exists()] == []
 
 
 def test_every_page_stands_in_the_site():
@@ -37,21 +27,6 @@ def test_every_page_stands_in_the_site():
     written = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
     written = {path for path in written if not path.startswith("templates/")}
     assert listed == written | {"reference/cli.md"}  # made by `make docs`
-
-
-def test_the_makefile_and_readme_name_the_versions_of_python_that_pip_takes():
-    project, makefile, readme = (
-        (ROOT / name).read_text() for name in ("pyproject.toml", "Makefile", "README.md")
-    )
-    first, beyond = map(int, re.search(r">=3\.(\d+),<3\.(\d+)", project).groups())
-    assert f"not (3, {first}) <= sys.version_info < (3, {beyond})" in makefile
-    for text in (makefile, readme):
-        assert f"Python 3.{first} to 3.{beyond - 1}" in text
-
-
-def test_make_demo_computes_what_another_clone_has_computed():
-    """By a cache of its own, so that it can be timed."""
-    assert "demo: export QBENCH_CACHE ?= $(CURDIR)/" in (ROOT / "Makefile").read_text()
 
 
 def headings(page):
@@ -89,7 +64,7 @@ def test_functions_of_the_walk_are_there():
 # Pages with numbers are what their templates and the results make of them.
 
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = ROOT / "docs"
 TEMPLATES = [path for path in (DOCS / "templates").rglob("*") if path.is_file()]
 
 
@@ -114,15 +89,9 @@ def test_tables_and_numbers_of_pages_are_what_make_numbers_writes():
 # The page on attention in one's own code does what it says.
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "attention.md"
-
-
-@pytest.fixture
-def blocks():
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
-def test_ten_lines_train_and_generate_with_softpick(blocks, capsys):
+def test_ten_lines_train_and_generate_with_softpick(capsys):
+    page = (DOCS / "attention.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     torch.manual_seed(0)
     done = {}
     exec(blocks[0], done)
@@ -133,17 +102,6 @@ def test_ten_lines_train_and_generate_with_softpick(blocks, capsys):
     exec(blocks[1].replace("triton", "reference"), {"model": model})
     again = model.generate(done["ids"][:, :6], max_new_tokens=34, do_sample=False, pad_token_id=0)
     assert torch.equal(again, done["out"])
-
-
-def test_every_name_of_a_normalizer_is_known_to_transformers(blocks):
-    from transformers import AttentionInterface
-
-    from qbench.attention.normalizers import NORMALIZERS
-
-    exec(blocks[1].splitlines()[0], {})
-    for name in NORMALIZERS:
-        if name != "toy":
-            assert f"qbench-{name}-triton" in AttentionInterface().valid_keys()
 
 
 # The notebook of the docs: its cells run, and give what is stored, numbers aside.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from lm_eval.utils import make_table
 from small_recipe import qbench
 from synthetic import make_store
@@ -63,8 +64,6 @@ def test_samples_aggregate_to_the_scores(exported):
 
 
 def test_the_hubs_library_reads_the_card_back(exported):
-    from huggingface_hub import ModelCard
-
     card = ModelCard((exported / "model-card" / "softpick__hqq-2bit.md").read_text())
     (record,) = [one for one in Store(REAL).records() if one.cell == "softpick/hqq-2bit"]
     results = {(one.dataset_type, one.metric_name): one for one in card.data.eval_results}
@@ -77,8 +76,6 @@ def test_the_hubs_library_reads_the_card_back(exported):
 
 @pytest.mark.parametrize("hub_id", [None, "some/model"])
 def test_a_card_has_the_verdict_and_the_base_model(tmp_path, hub_id):
-    from huggingface_hub import ModelCard
-
     store = make_store(tmp_path / "grid", checkpoints=("mine",), quantizers=("bf16", "hqq-4bit"))
     hub_ids = {"mine": hub_id} if hub_id else {}
     store.put_manifest(store.manifest().model_copy(update={"hub_ids": hub_ids}))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from quantizer_models import llama, make
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, run_small
 
 from qbench import export_model as exported
 from qbench.errors import UnavailableError
@@ -15,7 +15,6 @@ from qbench.export_model import bitstream, export_model
 from qbench.files import cache_folder
 from qbench.machine import fast_bf16
 from qbench.quantizers import config_of
-from qbench.store import Store
 
 EQUAL = "equal the cell's to the bit"
 # GPTQModel multiplies by the transposed matrix: without bfloat16 instructions PyTorch sums it in
@@ -27,13 +26,12 @@ slow = pytest.mark.slow
 def measured(folder, quantizer, checkpoint="softmax", device="cpu"):
     """Return the store and the record of one finished cell of the bundled model."""
     entry = {**({"name": quantizer} if isinstance(quantizer, str) else quantizer), "label": "mine"}
-    recipe = small_recipe(
-        folder, checkpoints={"base": str(DEMO / checkpoint)}, compute_dtype="bfloat16",
+    store = run_small(
+        folder, "--device", device, checkpoints={"base": str(DEMO / checkpoint)},
         quantizers=[entry], tasks=["demo_pages"], evaluation={"limit": 1, "damage": False},
         calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 64},
+        compute_dtype="bfloat16",
     )  # fmt: skip
-    assert qbench("run", recipe, "--out", folder / "out", "--device", device) == 0
-    store = Store(folder / "out")
     (record,) = store.records()
     return store, record
 
@@ -51,90 +49,62 @@ class Fixed(torch.nn.Module):
         return self.output
 
 
-CASES = [
-    ("gptq-4bit", None, "gptq", GPTQ),
-    ("nvfp4", None, "compressed-tensors", EQUAL),
-    (
-        {"name": "mixed", "layers": {"*.mlp.*": "gptq-3bit", "*.self_attn.*": "rtn-8bit"}},
-        None,
-        "compressed-tensors",
-        "0.0",
-    ),
-    # what others compute in float16, or with activations rounded in bfloat16, differs in last bits
-    *(
-        pytest.param(*case, marks=slow)
-        for case in (
-            ("bnb-4bit", None, "bitsandbytes", EQUAL),
-            (
-                {
-                    "name": "mixed",
-                    "layers": {"*.0.mlp.*": "gptq-3bit", "*.mlp.*": "rtn-8bit", "*": "gptq-4bit"},
-                    "ignore": ["*.1.self_attn.o_proj"],
-                },
-                "gptq",
-                "gptq",
-                "0.0",  # by GPTQModel, which computes rtn in float16
-            ),
-            ("gptq-3bit", "compressed-tensors", "compressed-tensors", EQUAL),
-            ("rtn-4bit", None, "gptq", "0.0"),
-            ("rtn-4bit", "compressed-tensors", "compressed-tensors", "0.0"),
-            *(
-                (name, None, "compressed-tensors", EQUAL)
-                for name in ("mxfp4", "mxfp8", "fp8-row", "fp8-matrix", "int8-row")
-            ),
-            ("hqq-4bit", None, "hqq", "0.0"),
-            ("w8a8-fp8", None, "compressed-tensors", "0."),
-            *(
-                ({"name": name, "iters": 2}, None, "auto-round", EQUAL)
-                for name in ("autoround-4bit", "autoround-nvfp4", "autoround-mxfp4", "autoscheme")
-            ),
-            ("awq-4bit", None, "awq", EQUAL),
-            ("gptaq-3bit", None, "gptq", EQUAL),
-            ("gptqmodel-4bit", None, "gptq", EQUAL),
-            ({"name": "paroquant-4bit", "epochs": 1}, None, "paroquant", EQUAL),
-            ({"name": "gptq-4bit", "desc_act": True}, None, "gptq", GPTQ),
-            ("w8a8-int8", None, "compressed-tensors", "0.0"),
-            ("int8-row+int8-static-asymmetric", None, "compressed-tensors", "0."),
-            *(
-                (name, None, "compressed-tensors", "0.")
-                for name in ("w4a4-nvfp4", "w4a4-mxfp4", "w8a8-mxfp8", "w8a8-fp8-tensor")
-            ),
-            ("bnb-8bit", None, "bitsandbytes", EQUAL),
-        )
-    ),
+COMPRESSED = "compressed-tensors"
+ASYMMETRIC = {"name": "rtn-4bit", "symmetric": False}
+
+
+def mix(layers, **more):
+    return {"name": "mixed", "layers": layers, **more}
+
+
+MIX_OF_GPTQ = mix({"*.0.mlp.*": "gptq-3bit", "*.mlp.*": "rtn-8bit", "*": "gptq-4bit"},
+                  ignore=["*.1.self_attn.o_proj"])  # fmt: skip
+# What is chosen, the folder's format, what is said of its logits, and what is exported so. What
+# others compute in float16, or with activations rounded in bfloat16, differs in last bits.
+QUICK = [
+    (None, "gptq", GPTQ, ["gptq-4bit"]),
+    (None, COMPRESSED, "0.0", [mix({"*.mlp.*": "gptq-3bit", "*.self_attn.*": "rtn-8bit"})]),
 ]
+SLOW = [
+    (None, "bitsandbytes", EQUAL, ["bnb-4bit", "bnb-8bit"]),
+    ("gptq", "gptq", "0.0", [MIX_OF_GPTQ]),  # by GPTQModel, which computes rtn in float16
+    (None, "gptq", "0.0", ["rtn-4bit"]),
+    (None, "gptq", GPTQ, [{"name": "gptq-4bit", "desc_act": True}]),
+    (None, "gptq", EQUAL, ["gptaq-3bit", "gptqmodel-4bit"]),
+    (COMPRESSED, COMPRESSED, EQUAL, ["gptq-3bit"]),
+    (COMPRESSED, COMPRESSED, "0.0", ["rtn-4bit"]),
+    (None, COMPRESSED, EQUAL, ["nvfp4", "mxfp4", "mxfp8", "fp8-row", "fp8-matrix", "int8-row"]),
+    (None, COMPRESSED, "0.0", ["w8a8-int8"]),
+    (None, COMPRESSED, "0.", ["w8a8-fp8", "int8-row+int8-static-asymmetric", "w4a4-nvfp4",
+                              "w4a4-mxfp4", "w8a8-mxfp8", "w8a8-fp8-tensor"]),
+    (None, "hqq", "0.0", ["hqq-4bit"]),
+    (None, "awq", EQUAL, ["awq-4bit"]),
+    (None, "auto-round", EQUAL, [{"name": name, "iters": 2} for name in (
+        "autoround-4bit", "autoround-nvfp4", "autoround-mxfp4", "autoscheme")]),
+    (None, "paroquant", EQUAL, [{"name": "paroquant-4bit", "epochs": 1}]),
+]  # fmt: skip
+ON_GPU = [  # copies that libraries made are exported as they are
+    (None, "exl3", EQUAL, ["exl3-3bit"]),
+    (None, "awq", EQUAL, ["awq-4bit"]),
+    (None, "gptq", EQUAL, ["gptaq-4bit", "gptqmodel-3bit"]),
+    (None, "auto-round", EQUAL, ["autoround-4bit"]),
+    (None, "paroquant", EQUAL, [{"name": "paroquant-4bit", "epochs": 1}]),
+]
+CASES = [
+    pytest.param(quantizer, *rest, device, marks=marks)
+    for table, device, marks in (
+        (QUICK, "cpu", ()), (SLOW, "cpu", slow), (ON_GPU, "cuda", pytest.mark.gpu)
+    )
+    for *rest, quantizers in table
+    for quantizer in quantizers
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # GPTQModel's folder
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(("quantizer", "chosen", "expected", "words"), CASES)
-def test_the_folder_loaded_again_is_the_cell(quantizer, chosen, expected, words, tmp_path):
-    pytest.importorskip("compressed_tensors")
-    require_folder_of_the_cell(quantizer, chosen, expected, words, tmp_path, "cpu")
-
-
-# copies that libraries made are exported as they are
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(
-    ("quantizer", "expected"),
-    [
-        ("exl3-3bit", "exl3"),
-        ("awq-4bit", "awq"),
-        ("gptaq-4bit", "gptq"),
-        ("gptqmodel-3bit", "gptq"),
-        ("autoround-4bit", "auto-round"),
-        ({"name": "paroquant-4bit", "epochs": 1}, "paroquant"),
-    ],
-)
-def test_the_copy_of_a_library_made_on_a_gpu_is_exported(quantizer, expected, tmp_path):
-    require_folder_of_the_cell(quantizer, None, expected, EQUAL, tmp_path, "cuda")
-
-
-def require_folder_of_the_cell(quantizer, chosen, expected, words, tmp_path, device):
-    if expected == "auto-round":
-        pytest.importorskip("auto_round")
+@pytest.mark.parametrize(("quantizer", "chosen", "expected", "words", "device"), CASES)
+def test_the_folder_loaded_again_is_the_cell(quantizer, chosen, expected, words, device, tmp_path):
+    pytest.importorskip("auto_round" if expected == "auto-round" else "compressed_tensors")
     store, record = measured(tmp_path, quantizer, device=device)
     line = export_model(store, record, tmp_path / "model", cache_folder(), chosen)
     assert line.startswith(f"base/mine: {expected}; weights: ")
@@ -174,25 +144,10 @@ def test_logits_that_differ_at_few_positions_are_said_so(monkeypatch):
     [
         ("int8-token", None, "it has unquantized weights, for which there is no format"),
         ("rtn-4bit+kv4", None, "it quantizes the KV cache"),
-        (
-            {"name": "mixed", "layers": {"mlp": "hqq-4bit", "self_attn": "gptq-4bit"}},
-            None,
-            "no format can hold it; of mixes only those of rtn, gptq",
-        ),
-        (
-            {"name": "mixed", "layers": {"model.embed_tokens": "rtn-8bit", "*": "rtn-4bit"}},
-            None,
-            "no format holds quantized embeddings",
-        ),
+        (mix({"mlp": "hqq-4bit", "self_attn": "gptq-4bit"}), None, "of mixes only those of rtn, g"),
+        (mix({"model.embed_tokens": "rtn-8bit", "*": "rtn-4bit"}), None, "quantized embeddings"),
         ("nvfp4", "gptq", "the format gptq cannot hold it; choose compressed-tensors"),
-        (
-            {
-                "name": "mixed",
-                "layers": {"mlp": "rtn-4bit", "*": {"name": "rtn-4bit", "symmetric": False}},
-            },
-            "gptq",
-            "use --weights compressed-tensors, which alone holds symmetric",
-        ),
+        (mix({"mlp": "rtn-4bit", "*": ASYMMETRIC}), "gptq", "use --weights compressed-tensors, wh"),
     ],
 )
 def test_what_no_format_holds_is_refused(quantizer, chosen, words, tmp_path, monkeypatch):

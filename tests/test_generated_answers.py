@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, SOFTPICK, qbench, run_small
 
 from qbench.cli.view import document_texts
 from qbench.errors import DataError
@@ -42,15 +42,12 @@ def ran(tmp_path_factory):
     lastword = folder / "data" / "demo_lastword"
     lastword.symlink_to(DEMO / "data" / "demo_lastword")
     (tasks / "demo_lastword.yaml").symlink_to(DEMO / "tasks" / "demo_lastword.yaml")
-    path = small_recipe(
-        folder, checkpoints={"softpick": str(DEMO / "softpick")},
-        tasks=["sums", "passkey_256", "demo_lastword"], definitions=str(tasks),
-        data=str(folder / "data"),
-    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QBENCH_CACHE", str(folder / "cache"))
-        assert qbench("run", path, "--out", folder / "out", "--device", "cpu") == 0
-    return folder / "out"
+        return run_small(
+            folder, checkpoints=SOFTPICK, tasks=["sums", "passkey_256", "demo_lastword"],
+            definitions=str(tasks), data=str(folder / "data"),
+        ).directory  # fmt: skip
 
 
 def texts(store, record, task, filter_=None):

@@ -2,8 +2,7 @@
 
 import pandas as pd
 import pytest
-from small_recipe import DEMO, small_recipe
-from small_recipe import qbench as command
+from small_recipe import DEMO, SOFTPICK, run_small, small_recipe
 
 import qbench.cell
 from qbench.plan import plan
@@ -54,6 +53,7 @@ def assert_same(records, store, others, other_store):
 
 
 def test_a_task_that_is_added_is_scored_alone_and_gives_what_a_fresh_run_gives(run, tmp_path):
+    """One that is forced or damaged is scored again."""
     assert run(TASKS[0])[1] == [TASKS[0]] * 2
     records, scored = run(*TASKS, out="more")
     assert scored == [*TASKS[1:]] * 2
@@ -61,7 +61,10 @@ def test_a_task_that_is_added_is_scored_alone_and_gives_what_a_fresh_run_gives(r
     assert scored == [*TASKS] * 2
     assert records[1].damage.tasks[TASKS[2]].distributions.kl.mean > 0
     assert_same(records, Store(tmp_path / "more"), fresh, Store(tmp_path / "fresh"))
-    assert run(*TASKS, out="more", force=True)[1] == [*TASKS] * 2
+    assert run(TASKS[0], out="more", force=True)[1] == [TASKS[0]] * 2
+    for path in (tmp_path / "cache" / "tasks").glob("*.outcomes.parquet"):
+        path.write_bytes(b"damaged")
+    assert run(*TASKS[:2], out="again")[1] == [*TASKS[:2]] * 2
 
 
 def test_a_run_that_is_killed_keeps_the_tasks_that_are_done(run, tmp_path):
@@ -72,24 +75,13 @@ def test_a_run_that_is_killed_keeps_the_tasks_that_are_done(run, tmp_path):
     assert [len(record.damage.tasks) for record in records if record.damage] == [3]
 
 
-def test_a_damaged_task_is_scored_again(run, tmp_path):
-    run(*TASKS[:2])
-    for path in (tmp_path / "cache" / "tasks").glob("*.outcomes.parquet"):
-        path.write_bytes(b"damaged")
-    assert run(*TASKS[:2], out="again")[1] == [*TASKS[:2]] * 2
-
-
 @pytest.mark.usefixtures("own_cache")
 def test_tasks_of_a_cell_whose_key_another_folder_has_are_not_scored_again(tmp_path, capfd):
     """Under another name of the checkpoint and of its precision too."""
-    first = small_recipe(tmp_path, tasks=["demo_lastword"])
-    assert command("run", first, "--out", tmp_path / "first", "--device", "cpu") == 0
+    run_small(tmp_path, "--out", tmp_path / "first", tasks=["demo_lastword"], checkpoints=SOFTPICK)
     quantizers = ["fp32", {"name": "rtn-4bit", "group_size": 64, "label": "other"}]
-    again = small_recipe(
-        tmp_path, tasks=["demo_lastword"], checkpoints={"mine": str(DEMO / "softpick")},
-        quantizers=quantizers,
-    )  # fmt: skip
-    assert command("run", again, "--out", tmp_path / "second", "--device", "cpu") == 0
+    run_small(tmp_path, "--out", tmp_path / "second", tasks=["demo_lastword"],
+              checkpoints={"mine": str(DEMO / "softpick")}, quantizers=quantizers)  # fmt: skip
     assert "mine/other: demo_lastword is taken from the cache" in capfd.readouterr().err
     stores = [Store(tmp_path / name) for name in ("first", "second")]
     theirs, ours = (store.records()[-2:] for store in stores)

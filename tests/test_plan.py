@@ -6,23 +6,21 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-from small_recipe import DEMO, keys, qbench, small_recipe
+from small_recipe import DEMO, SOFTPICK, keys, qbench, run_small, small_recipe
 from tiny import write_tiny
 
 from qbench import machine
 from qbench import plan as planning
 from qbench.checkpoints.find import tried_classes
+from qbench.cli.lookup import model_table
 from qbench.cli.run import notes
 from qbench.errors import CheckpointError, DataError, RecipeError
 from qbench.evaluation.scoring import forward
-from qbench.files import SCORING, digest_of
 from qbench.plan import cell_names, plan, select
 from qbench.recipe import Recipe
-from qbench.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -91,23 +89,16 @@ def test_a_setting_changes_keys_when_it_can_change_a_score(tmp_path, copies, cha
     assert {label for label in before if before[label] != after[label]} == changed
 
 
-def test_another_version_of_our_own_code_changes_every_key(tmp_path, copies, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name", "changed"),
+    [(planning, "code_digest", lambda: "0" * 64), (machine, "version", lambda name: "0")],
+    ids=["our own code", "libraries"],
+)
+def test_another_version_of_what_computes_changes_every_key(
+    tmp_path, copies, monkeypatch, module, name, changed
+):
     before = keys(tmp_path, copies)
-    package = tmp_path / "qbench"
-    source = planning.__file__.removesuffix("plan.py")
-    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(
-        planning, "code_digest", lambda: digest_of([package / name for name in SCORING])
-    )
-    assert keys(tmp_path, copies) == before
-    appended("quantizers/calibration.py", "\nx = 1\n")(package)
-    assert not set(keys(tmp_path, copies).values()) & set(before.values())
-
-
-def test_another_version_of_a_library_changes_every_key(tmp_path, copies, monkeypatch):
-    before = keys(tmp_path, copies)
-    real = metadata.version
-    monkeypatch.setattr(machine, "version", lambda n: "0" if n == "lm-eval" else real(n))
+    monkeypatch.setattr(module, name, changed)
     assert not set(keys(tmp_path, copies).values()) & set(before.values())
 
 
@@ -185,8 +176,8 @@ metric_list: [{{metric: exact_match}}]
 
 
 def planned(folder, **changes):
-    alone = {"checkpoints": {"softpick": str(DEMO / "softpick")}, "quantizers": ["fp32"]}
-    path = small_recipe(folder, **{**alone, "tasks": ["demo_choice"], **changes})
+    alone = {"checkpoints": SOFTPICK, "quantizers": ["fp32"], "tasks": ["demo_choice"]}
+    path = small_recipe(folder, **{**alone, **changes})
     return plan(Recipe.load(path), device="cpu")
 
 
@@ -243,14 +234,12 @@ def test_that_no_damage_can_be_measured_is_said(tmp_path, quantizers):
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
-    bare = shutil.copytree(DEMO / "softpick", tmp_path / "bare", ignore=_tokenizer)
+    bare = shutil.copytree(
+        DEMO / "softpick", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*")
+    )
     (bare / "chat_template.jinja").write_text("{}")
     with pytest.raises(CheckpointError, match=r"bare: no tokenizer; put its tokenizer\.json into"):
         planned(tmp_path, checkpoints={"bare": str(bare)})
-
-
-def _tokenizer(folder, names):
-    return [name for name in names if name.startswith("tokenizer")]
 
 
 @pytest.mark.parametrize("room", [1, 0])
@@ -285,7 +274,7 @@ def test_a_run_of_some_cells_shows_these_and_those_that_are_there(tmp_path):
     assert [cell.cell for cell in shown.cells] == ["softpick/fp32", "softpick/rtn-4bit"]
 
 
-KINDS = ("bloom", "gpt2", "gpt_oss", "granite", "llama", "mamba", "ministral", "mistral")
+KINDS = ("bloom", "gpt2", "gpt_oss", "granite", "llama")
 
 
 @pytest.fixture(scope="module")
@@ -294,16 +283,16 @@ def models(tmp_path_factory):
     return {kind: str(write_tiny(root / kind, kind)) for kind in KINDS}
 
 
-def recipe(tmp_path, checkpoints, quantizers=("fp32",), calibration=None, **evaluation):
+def changes(checkpoints, quantizers=("fp32",), calibration=None, **evaluation):
     """Of one task of three documents that the tiny models' own tokenizer reads."""
-    return small_recipe(
-        tmp_path,
-        checkpoints=checkpoints,
-        quantizers=list(quantizers),
-        tasks=["demo_choice"],
-        evaluation={"limit": 3, "max_length": 64, **evaluation},
-        calibration=calibration,
-    )
+    return {
+        "checkpoints": checkpoints, "quantizers": [*quantizers], "tasks": ["demo_choice"],
+        "evaluation": {"limit": 3, "max_length": 64, **evaluation}, "calibration": calibration,
+    }  # fmt: skip
+
+
+def recipe(tmp_path, *arguments, **evaluation):
+    return small_recipe(tmp_path, **changes(*arguments, **evaluation))
 
 
 def cell(path, device="cpu"):
@@ -333,16 +322,12 @@ def test_the_attention_is_chosen_for_the_class(
 @pytest.mark.parametrize(
     ("source", "attention", "words"),
     [
-        ("softpick", "native", "trained with softpick, which LlamaForCausalLM of transformers"),
+        ({}, "native", "trained with softpick, which LlamaForCausalLM of transformers"),
         ({"normalizer": "native"}, "auto", "says softpick, but the recipe says normalizer"),
     ],
 )
-def test_an_attention_that_cannot_be_had_is_refused(tmp_path, models, source, attention, words):
-    softpick = str(DEMO / "softpick")
-    if isinstance(source, dict):
-        source = {"path": softpick, **source}
-    else:
-        source = softpick if source == "softpick" else models[source]
+def test_an_attention_that_cannot_be_had_is_refused(tmp_path, source, attention, words):
+    source = {"path": str(DEMO / "softpick"), **source}
     with pytest.raises((RecipeError, CheckpointError), match=words):
         cell(recipe(tmp_path, {"a": source}, attention=attention))
 
@@ -379,9 +364,8 @@ def test_what_was_measured_at_loading_runs_and_stands_in_the_record(tmp_path, mo
     whatever a plan expected."""
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
     without_decoder(monkeypatch, "granite")
-    path = recipe(tmp_path, {kind: models[kind] for kind in ("bloom", "granite", "llama")})
-    assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 0
-    records = {record.checkpoint: record for record in Store(tmp_path / "out").records()}
+    chosen = {kind: models[kind] for kind in ("bloom", "granite", "llama")}
+    records = {each.checkpoint: each for each in run_small(tmp_path, **changes(chosen)).records()}
     assert {name: (one.attention, one.scoring.mode) for name, one in records.items()} == {
         "bloom": ("native/eager", "exact"),
         "granite": ("softmax/reference", "lm-eval"),
@@ -406,15 +390,12 @@ def test_a_cell_that_asks_for_what_its_model_does_not_have_fails_with_the_measur
 ):
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
     without_decoder(monkeypatch, "granite")
-    path = recipe(tmp_path, {"a": models[kind]}, quantizers, **asked)
-    assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 1
-    [record] = Store(tmp_path / "out").records()
+    store = run_small(tmp_path, **changes({"a": models[kind]}, quantizers, **asked), code=1)
+    [record] = store.records()
     assert re.search(words, record.error)
 
 
 def test_the_documents_hold_that_table():
-    from qbench.cli.lookup import model_table
-
     root = Path(__file__).parent.parent
     assert (root / "docs" / "models.md").read_text().rstrip().endswith(model_table())
     assert f"[{len(tried_classes())} classes](docs/models.md)" in (root / "README.md").read_text()
@@ -437,9 +418,7 @@ def test_a_cell_that_can_never_run_is_refused_before_work(
     tmp_path, models, kind, quantizer, words, capfd
 ):
     text = {"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32}
-    path = recipe(
-        tmp_path, {"a": models[kind]}, ("fp32", {"label": "x", **quantizer}), calibration=text
-    )
+    path = recipe(tmp_path, {"a": models[kind]}, ("fp32", {"label": "x", **quantizer}), text)
     label = quantizer.get("label", "x")
     with pytest.raises(RecipeError, match=words) as refusal:
         plan(Recipe.load(path), device="cpu")

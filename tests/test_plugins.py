@@ -5,7 +5,7 @@ import json
 
 import pytest
 from loading import save_as_transformers
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, qbench, run_small
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError
@@ -25,17 +25,15 @@ def results(tmp_path_factory):
     save_as_transformers(DEMO / "softpick", toy)
     config = json.loads((toy / "config.json").read_text())
     (toy / "config.json").write_text(json.dumps(config | {"qbench_normalizer": "toy"}))
-    recipe = small_recipe(
-        folder, checkpoints={"softmax": str(DEMO / "softmax"), "toy": str(toy)},
-        quantizers=["fp32", {"name": "sign-1bit", "gain": 0.9, "label": "signs"},
-                    {"name": "gptq-4bit", "group_size": 64}],
-        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32},
-        tasks=["demo_choice", "demo_pages"],
-    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QBENCH_CACHE", str(folder / "cache"))
-        assert qbench("run", recipe, "--out", folder / "out", "--device", "cpu") == 0
-    return folder / "out"
+        return run_small(
+            folder, checkpoints={"softmax": str(DEMO / "softmax"), "toy": str(toy)},
+            quantizers=["fp32", {"name": "sign-1bit", "gain": 0.9, "label": "signs"},
+                        {"name": "gptq-4bit", "group_size": 64}],
+            calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32},
+            tasks=["demo_choice", "demo_pages"],
+        ).directory  # fmt: skip
 
 
 def test_the_cells_ran_on_the_plug_ins_and_passed_their_audit(results):
@@ -88,10 +86,7 @@ OF = "(METHODS['bnb-8bit'].settings)"
         ("def\n", r"line 1: SyntaxError"),
         ("raise BaseException('no')\n", "line 1: BaseException: no"),
         ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
-        (
-            f"{NAMED}'../x', 'a line'){OF}\n",
-            "its name must have up to 64 letters[^;]*; correct the f",
-        ),
+        (f"{NAMED}'../x', 'a line'){OF}\n", "have up to 64 letters[^;]*; correct the f"),
         (f"{NAMED}'a\\nb', 'a line'){OF}\n", "must have up to 64 letters"),
         (f"{NAMED}'a', 'a line', bits=4){OF}\n", r"TypeError: \w+ has no option bits, which"),
         (None, "cannot be read"),
@@ -113,7 +108,6 @@ def test_a_file_that_does_not_load_is_one_line(tmp_path, content, said):
     ],
 )
 def test_plugins_of_a_recipe_that_cannot_be_are_one_line(tmp_path, entry, said):
-
     (tmp_path / "a.py").write_text("x = 1\n")
     path = tmp_path / "recipe.yaml"
     path.write_text(

@@ -29,15 +29,6 @@ def write(folder: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_good_recipe_keeps_order_labels_and_defaults(tmp_path):
-    recipe = Recipe.load(write(tmp_path))
-    assert list(recipe.checkpoints) == ["softmax", "softpick"]
-    assert [q.label for q in recipe.quantizers] == ["bf16", "rtn-4bit-g64"]
-    assert recipe.quantizers[1].quantization.weights.group_size == 64
-    assert recipe.evaluation.softmax_dtype == "float32"
-    assert recipe.evaluation.add_bos is None
-
-
 @pytest.mark.parametrize("names", ["sciq:validation", ("piqa", "sciq:validation")])
 def test_a_tasks_name_may_name_the_file_that_is_scored(tmp_path, names):
     """In a recipe and in its stead, for a task that the recipe has and for another one."""
@@ -77,8 +68,6 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
         ({"quantizers": ["rtn-4bit", "rtn-4bit"]}, ["rtn-4bit", "twice", "label"]),
         ({"quantizers": [{"name": "rtn-4bit", "group_size": 1e21}]}, ["[0]", "group_size"]),
         ({"quantizers": []}, ["quantizers", "at least one"]),
-        ({"quantizers": ["gptq-4bit"]}, ["gptq-4bit", "calibration"]),
-        ({"tasks": ["piqa", "piqa"]}, ["piqa", "twice"]),
         ({"checkpoints": {"a": {"path": "x", "normalizer": "softpik"}}}, ["softpik", "softpick"]),
         ({"checkpoints": {"a": {"path": "x", "norm": "y"}}}, ["checkpoints.a.norm", "normalizer"]),
         ({"evaluation": {"limits": 3}}, ["evaluation.limits", "unknown key", "limit"]),
@@ -89,7 +78,6 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
         ({"calibration": {"path": "nowhere.jsonl"}}, ["calibration.path", "nowhere.jsonl"]),
         ({"quantizers": [4]}, ["quantizers[0]", "not 4"]),
         ({"quantizers": [{"name": "fp32", "label": 4}]}, ["quantizers[0]", "label 4"]),
-        ({"data": "x" * 300}, ["data", "no such folder"]),
         ({"evaluation": []}, ["evaluation: must be a mapping; known: softmax_dtype", "(it is [])"]),
         ({"quantizers": ["y" * 5000]}, ["quantizers[0]", "yyy…"]),
         ({"k" * 5000: 1}, ["kkk…", "unknown key"]),
@@ -213,13 +201,6 @@ def test_every_key_says_what_it_means():
 PAIR = {"softmax": str(DEMO / "softmax"), "softpick": str(DEMO / "softpick")}
 
 
-def copies(folder, count=3):
-    for number in range(count):
-        (folder / f"softmax-seed{number}").mkdir()
-    (folder / "softmax-seed9.txt").write_text("no folder")
-    return folder
-
-
 def test_a_list_is_a_group_of_checkpoints(tmp_path):
     path = small_recipe(tmp_path, checkpoints={"softmax": ["a", "b"], "softpick": PAIR["softpick"]})
     recipe = Recipe.load(path)
@@ -234,20 +215,16 @@ def test_a_list_is_a_group_of_checkpoints(tmp_path):
     "entry", ["softmax-seed*", {"path": "softmax-seed*", "normalizer": "softmax"}]
 )
 def test_a_path_with_a_star_is_a_group_of_its_folders_in_order(tmp_path, entry):
-    copies(tmp_path)
+    folders = [tmp_path / f"softmax-seed{number}" for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    (tmp_path / "softmax-seed9.txt").write_text("no folder")
     recipe = Recipe.load(small_recipe(tmp_path, checkpoints={"softmax": entry}))
-    assert [one.path for one in recipe.checkpoints.values()] == [
-        str(tmp_path / f"softmax-seed{n}") for n in range(3)
-    ]
-    assert {one.normalizer for one in recipe.checkpoints.values()} == {
-        entry["normalizer"] if isinstance(entry, dict) else None
-    }
-
-
-def test_the_command_line_may_name_a_group(tmp_path):
-    copies(tmp_path)
-    path = small_recipe(tmp_path)
-    recipe = Recipe.load(path, Overrides(checkpoints={"softmax": str(tmp_path / "softmax-seed*")}))
+    assert [one.path for one in recipe.checkpoints.values()] == [*map(str, folders)]
+    normalizer = entry["normalizer"] if isinstance(entry, dict) else None
+    assert {one.normalizer for one in recipe.checkpoints.values()} == {normalizer}
+    given = Overrides(checkpoints={"softmax": str(tmp_path / "softmax-seed*")})
+    recipe = Recipe.load(small_recipe(tmp_path), given)
     assert list(recipe.checkpoints) == ["softmax.1", "softmax.2", "softmax.3", "softpick"]
 
 
@@ -327,30 +304,21 @@ def test_what_is_no_file_is_no_recipe(tmp_path, make, words):
     ("changes", "where"),
     [
         ({"evaluation": {"limit": 10**12}}, "evaluation.limit"),
-        ({"evaluation": {"limit": True}}, "evaluation.limit"),
-        ({"evaluation": {"max_length": 10**9}}, "evaluation.max_length"),
-        ({"evaluation": {"batch_size": 10**9}}, "evaluation.batch_size"),
         ({"evaluation": {"batch_size": "many"}}, "evaluation.batch_size"),
         ({"evaluation": {"seed": 2**32}}, "evaluation.seed"),
         ({"evaluation": {"add_bos": "yes"}}, "evaluation.add_bos"),
         ({"evaluation": {"tolerance": {"mean": math.inf}}}, "evaluation.tolerance.mean"),
-        ({"tasks": [{"name": "piqa", "num_fewshot": 10**12}]}, "tasks[0].num_fewshot"),
         ({"tasks": [{"name": "../piqa"}]}, "tasks[0].name"),
         ({"tasks": [3]}, "tasks[0]"),
         ({"tasks": [{"name": "sciq", "files": ["../x"]}]}, "tasks[0].files.evaluation[0]"),
-        (
-            {"tasks": [{"name": "sciq", "files": {"fewshot": ["../x"]}}]},
-            "tasks[0].files.fewshot[0]",
-        ),
+        ({"tasks": [{"name": "b", "files": {"fewshot": ["../x"]}}]}, "tasks[0].files.fewshot[0]"),
         ({"tasks": [{"name": "sciq", "files": "test"}]}, "tasks[0].files"),
         ({"calibration": {"path": __file__, "samples": 10**9}}, "calibration.samples"),
-        ({"calibration": {"path": __file__, "seed": -1}}, "calibration.seed"),
         ({"calibration": {"path": "a\0b"}}, "calibration.path"),
         ({"checkpoints": {"a": {"path": "b\0"}}}, "checkpoints.a.path"),
         ({"checkpoints": {"a": {"path": "b", "revision": ""}}}, "checkpoints.a.revision"),
         ({"checkpoints": {"../a": "b"}}, "checkpoints.../a"),
         ({"data": "a\0b"}, "data"),
-        ({"definitions": 3}, "definitions"),
         ({"name": ".."}, "name"),
     ],
 )

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, qbench, run_small, small_recipe
 from transformers import AutoTokenizer
 
 from qbench.errors import OutputError
@@ -53,30 +53,29 @@ def test_a_run_writes_records_tables_and_the_second_run_computes_nothing(tmp_pat
 
 
 def test_a_good_record_stays_where_the_cell_is_forced_and_fails(tmp_path, monkeypatch, capfd):
-    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
-    options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/fp32")
-    assert qbench(*options) == 0
-    good = Store(out).records()
+    only = ("--only", "softmax/fp32")
+    store = run_small(tmp_path, *only, tasks=["demo_choice"])
+    good = store.records()
 
     def fail(*_, **__):
         raise MemoryError("no room")
 
     monkeypatch.setattr("qbench.cell.load", fail)
-    assert qbench(*options, "--force") == 1
+    run_small(tmp_path, *only, "--force", tasks=["demo_choice"], code=1)
     assert "softmax/fp32: FAILED: MemoryError: no room" in capfd.readouterr().err
-    assert Store(out).records() == good
+    assert store.records() == good
 
 
 def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_path, capfd):
     # Only the model itself can say that it has no such layer.
     quantizers = [{"name": "rtn-4bit", "group_size": 64, "leave_out": ["*.experts"]}, "fp32"]
-    path, out = (
-        small_recipe(tmp_path, quantizers=quantizers, tasks=["demo_choice"]),
-        tmp_path / "out",
-    )
-    options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*")
-    assert qbench(*options) == 1
-    records = {record.cell: record for record in Store(out).records()}
+
+    def ran():
+        changes = {"quantizers": quantizers, "tasks": ["demo_choice"], "code": 1}
+        store = run_small(tmp_path, "--only", "softmax/*", **changes)
+        return {record.cell: record for record in store.records()}
+
+    records = ran()
     assert records["softmax/fp32"].status == "ok"
     broken = records["softmax/rtn-4bit"]
     assert broken.status == "failed"
@@ -87,20 +86,17 @@ def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_
     assert "1 of 2 cells failed, as said above: softmax/rtn-4bit" in shown.err
     log = Path(shown.err.rstrip().rpartition(" ")[2])
     assert "Traceback" in log.read_text()
-    assert qbench(*options) == 1
-    retried = {record.cell: record for record in Store(out).records()}["softmax/rtn-4bit"]
-    assert retried.finished > broken.finished
+    assert ran()["softmax/rtn-4bit"].finished > broken.finished
 
 
 def test_a_checkpoint_whose_tensors_do_not_fit_is_bad_input(tmp_path, capfd):
     copy = shutil.copytree(DEMO / "softmax", tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    path = small_recipe(tmp_path, checkpoints={"copy": str(copy)}, quantizers=["fp32"])
-    assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 2
+    store = run_small(tmp_path, checkpoints={"copy": str(copy)}, quantizers=["fp32"], code=2)
     words = f"copy/fp32: FAILED: checkpoint {copy}: the tensors do not fit the configuration; mis"
     assert words in capfd.readouterr().err
-    (record,) = Store(tmp_path / "out").records()
+    (record,) = store.records()
     assert record.bad_input
 
 
@@ -118,10 +114,8 @@ def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monk
         return model
 
     monkeypatch.setattr(cell, "load_model", load_model)
-    out = tmp_path / "out"
-    options = ("--out", out, "--device", "cpu", "--only", "softmax/fp32")
-    assert qbench("run", small_recipe(tmp_path, tasks=["demo_choice"]), *options) == 1
-    (record,) = Store(out).records()
+    only = ("--only", "softmax/fp32")
+    (record,) = run_small(tmp_path, *only, tasks=["demo_choice"], code=1).records()
     words = "audit: model.layers.1.mlp.up_proj.weight: differs from the tensor in model.safe"
     assert record.error.startswith(words)
 
@@ -132,11 +126,9 @@ def test_calibration_tokens_that_the_model_does_not_embed_are_the_tokenizers_fau
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["the"])
     tokenizer.save_pretrained(folder)
-    path = small_recipe(tmp_path, checkpoints={"model": str(folder)}, tasks=["demo_choice"],
-                        quantizers=["gptq-4bit"], calibration={
-                            "path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 64,
-                        })  # fmt: skip
-    assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 1
+    text = {"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 64}
+    run_small(tmp_path, checkpoints={"model": str(folder)}, tasks=["demo_choice"],
+              quantizers=["gptq-4bit"], calibration=text, code=1)  # fmt: skip
     words = "the tokenizer gives token id 1024, but the model embeds only 1024"
     assert words in capfd.readouterr().err
 
@@ -147,19 +139,18 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     def full(path, *_):
         raise OutputError(f"{path}: cannot be written (No space left on device); make room there")
 
-    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
-    options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*")
+    only = ("--only", "softmax/*")
     with monkeypatch.context() as disk:
         disk.setattr("qbench.evaluation.kl_observer.write_tensors", full)
-        assert qbench(*options) == 0
+        store = run_small(tmp_path, *only, tasks=["demo_choice"])
     assert "demo_choice is scored, but not kept in the cache: " in (said := capfd.readouterr().err)
     assert "cannot be written (No space left on device); make room there, or leave" in said
-    base, cell = Store(out).records()
+    base, cell = store.records()
     assert (base.status, cell.status) == ("ok", "ok")
     assert base.scores
     assert "the unquantized cell is then made anew" in cell.damage.reason
-    assert qbench(*options) == 0  # with room: both again
-    assert Store(out).records()[1].damage.tasks
+    run_small(tmp_path, *only, tasks=["demo_choice"])  # with room: both again
+    assert store.records()[1].damage.tasks
 
 
 def test_a_cache_that_keeps_no_task_loses_no_scores(tmp_path, capfd, monkeypatch):
@@ -174,10 +165,9 @@ def test_a_cache_that_keeps_no_task_loses_no_scores(tmp_path, capfd, monkeypatch
         return inner(path, *of, **named)
 
     monkeypatch.setattr(store, "write_atomically", full)
-    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
-    assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "softmax/fp32") == 0
+    only = ("--only", "softmax/fp32")
+    (record,) = run_small(tmp_path, *only, tasks=["demo_choice"]).records()
     assert "demo_choice is scored, but not kept in the cache: " in capfd.readouterr().err
-    (record,) = Store(out).records()
     assert record.scores
 
 

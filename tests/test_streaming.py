@@ -9,6 +9,7 @@ import torch
 from small_recipe import DEMO, qbench, small_recipe
 from tiny import tiny_model
 
+from qbench import streaming
 from qbench.cell import offload_policy
 from qbench.checkpoints.find import elements
 from qbench.errors import RecipeError, UnavailableError
@@ -136,8 +137,6 @@ def test_a_model_without_blocks_is_refused():
 
 def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch, resident):
     """Two that are both the CPU: what is moved where, a test on two GPUs shows."""
-    from qbench import streaming
-
     places = []
     shard, at = streaming.shard, streaming._forward_at
     monkeypatch.setattr(

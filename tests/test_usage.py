@@ -21,10 +21,7 @@ from qbench.errors import ResultsError
         (["report", "x"], "report was removed: `qbench view FOLDER --export DIR` writes"),
         (["bench", "training"], "qbench bench: bench training was removed: `qbench"),
         (["run", "--nosuch"], "qbench run: No such option: --nosuch"),
-        (
-            ["run", "--num_fewshot"],
-            "--num-fewshot is a key of a recipe: tasks: [{name: TASK, num_fewshot: 5}]",
-        ),
+        (["run", "--num_fewshot"], "--num-fewshot is a key of a recipe: tasks: [{name: TASK, num_"),
         (["rnu"], "qbench: No such command 'rnu'"),
         (["tables"], "qbench tables: Missing argument "),
         (["run", "r.yaml", "--workers", "0"], "qbench run: Invalid value for '--workers'"),
