@@ -74,6 +74,11 @@ def metric_title(metric: str) -> str:
 # Characters that begin a formula in a spreadsheet, full-width forms included
 # (OWASP, CSV injection).
 FORMULA = tuple("=+-@＝＋－＠")
+# Of a LaTeX caption, which pandas does not escape as it does cells
+CAPTION = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
 
 
 PLAIN = re.compile(r"[\w .,%+×…°:\u2212\u2014-]*")  # nothing that Markdown or a terminal interprets
@@ -206,7 +211,10 @@ def latex(tables: Iterable[Table]) -> str:
 
     return "".join(
         pd.DataFrame(each.shown, columns=each.head).to_latex(
-            index=False, escape=True, caption=each.title, column_format=each.align
+            index=False,
+            escape=True,
+            caption=each.title.translate(CAPTION),
+            column_format=each.align,
         )
         + "".join(f"% {one_line(note)}\n" for note in each.footnotes)
         for each in tables
