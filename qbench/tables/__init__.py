@@ -122,27 +122,23 @@ def summary(comparison: Comparison) -> str:
     above = "\n\n".join(
         "\n".join(fill(line, WIDTH) for line in part) for part in (about(comparison), lines) if part
     )
-    rows = precision_rows(comparison)
-    if not rows:
+    every = precision_rows(comparison)
+    if not every:
         return f"{above}\n"
-    heads = list(rows[0])
-
-    def text() -> str:
-        cells = [[row[name] for name in heads] for row in rows]
-        return table(heads, cells, align="l" + "r" * (len(heads) - 1))
-
-    def widths() -> list[int]:
-        return [len(part) + 1 for part in text().splitlines()[1].split("|")[1:-1]]
-
-    if sum(widths()) >= WIDTH:  # intervals go first
-        rows = [{**row, "KL": row["KL"].partition(" [")[0]} for row in rows]
-    columns = widths()
-    while len(heads) > 4 and sum(columns[: len(heads)]) >= WIDTH:
+    heads, align = list(every[0]), "l" + "r" * (len(every[0]) - 1)
+    for rows in (every, [{**row, "KL": row["KL"].partition(" [")[0]} for row in every]):
+        text = table(heads, [[row[name] for name in heads] for row in rows], align=align)
+        widths = [len(part) + 1 for part in text.splitlines()[1].split("|")[1:-1]]
+        if sum(widths) < WIDTH:
+            break  # else intervals go first
+    while len(heads) > 4 and sum(widths[: len(heads)]) >= WIDTH:
         heads.pop()
-    hidden = [name for name in rows[0] if name not in heads]
-    notes = legend(comparison, [{name: row[name] for name in heads} for row in rows], heads[4:])
+    hidden = [name for name in every[0] if name not in heads]
+    rows = [{name: row[name] for name in heads} for row in rows]
+    text = table(heads, [[*row.values()] for row in rows], align=align[: len(heads)])
+    notes = legend(comparison, rows, heads[4:])
     notes += [f"In tables.md also: {', '.join(hidden)}."] if hidden else []
-    return f"{above}\n\n{text()}\n\n{fill(' '.join(notes), WIDTH)}\n"
+    return f"{above}\n\n{text}\n\n{fill(' '.join(notes), WIDTH)}\n"
 
 
 def legend(
