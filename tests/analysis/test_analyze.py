@@ -3,6 +3,8 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from analysis.conftest import SHORT
@@ -10,7 +12,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import DataError, RecipeError, ResultsError
 from qbench.store import Analyses, Store
-from qbench.tables.analyses import load_analyses, markdown, texts_read
+from qbench.tables.analyses import analyses_csv, load_analyses, markdown, table_4, texts_read
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -93,20 +95,15 @@ def test_the_unquantized_cells_are_analyzed_and_written_as_tables(analyzed):
     assert figures == {"boxes.svg", "sinks.svg"}
 
 
-def test_a_second_analysis_computes_nothing_unless_forced(own, undrawn):
+def test_a_second_analysis_computes_nothing_unless_forced_or_damaged(own, undrawn, capfd):
     path, out = own
     before = finished(out)
     assert qbench("analyze", path, "--out", out, *SHORT) == 0
     assert finished(out) == before
     assert qbench("analyze", path, "--out", out, *SHORT, "--only", "softpick/fp32", "--force") == 0
-    after = finished(out)
-    assert after["softmax/fp32"] == before["softmax/fp32"]
-    assert after["softpick/fp32"] > before["softpick/fp32"]
-
-
-def test_a_damaged_analysis_is_made_again(own, undrawn, capfd):
-    path, out = own
-    before = finished(out)
+    forced = finished(out)
+    assert forced["softmax/fp32"] == before["softmax/fp32"]
+    assert forced["softpick/fp32"] > before["softpick/fp32"]
     (record,) = (out / "analysis" / "softmax" / "fp32").glob("*.json")
     content = json.loads(record.read_text())
     content["measured"]["zeros"] = 0.5
@@ -115,7 +112,7 @@ def test_a_damaged_analysis_is_made_again(own, undrawn, capfd):
     assert "made again" in capfd.readouterr().err
     after = finished(out)
     assert after["softmax/fp32"] > before["softmax/fp32"]
-    assert after["softpick/fp32"] == before["softpick/fp32"]
+    assert after["softpick/fp32"] == forced["softpick/fp32"]
 
 
 def test_another_text_or_length_is_another_key_and_the_old_analysis_stays(
@@ -208,3 +205,71 @@ def test_a_recipe_without_whole_texts_or_unquantized_cells_says_what_to_name(tmp
     bits = [{"name": "rtn-4bit", "group_size": 64}]
     with pytest.raises(RecipeError, match="--only"):
         qbench("analyze", small_recipe(tmp_path, quantizers=bits), "--out", tmp_path / "out")
+
+
+# What analyses say as tables and files: table 4, over seeds, one CSV, the paper's rows.
+
+
+PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
+CHECKPOINTS = ("softmax.1", "softmax.2", "softpick.1", "softpick.2")
+GROUPS = {"softmax": CHECKPOINTS[:2], "softpick": CHECKPOINTS[2:]}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return load_analyses(Store(PAIR))
+
+
+@pytest.fixture(scope="module")
+def seeds(results):
+    """The pair twice, as two trainings of each kind; the second with twice the kurtosis."""
+
+    def twice(analyses, second=lambda one: one):
+        return tuple(
+            made.model_copy(update={"checkpoint": f"{one.checkpoint}.{number}"})
+            for one in analyses
+            for number, made in ((1, one), (2, second(one)))
+        )
+
+    def doubled(one):
+        hidden = one.measured.hidden
+        hidden = hidden.model_copy(update={"kurtosis": 2 * hidden.kurtosis})
+        return one.model_copy(update={"measured": one.measured.model_copy(
+            update={"hidden": hidden})})  # fmt: skip
+
+    return replace(
+        results, cells=twice(results.cells, doubled), records=twice(results.records),
+        replicates=GROUPS,
+    )  # fmt: skip
+
+
+def test_table_4_and_the_damage_are_means_over_seeds(seeds):
+    (table,) = table_4(seeds)
+    names = [row[0] for row in table.rows]
+    assert names[:2] == [f"{group}/bf16, 2 trainings" for group in GROUPS]
+    assert {*names[2:]} == {f"{checkpoint}/bf16" for checkpoint in CHECKPOINTS}
+    kurtosis = seeds.cells[0].measured.hidden.kurtosis
+    row = dict(zip(table.head, table.rows[0], strict=True))
+    assert row["Kurtosis"] == f"{1.5 * kurtosis:.2f} ({kurtosis:.2f} to {2 * kurtosis:.2f})"
+    assert row["KL gptq-3bit"].count("0.1") == 3
+    assert row["KL gptq-8bit"].startswith("0.000372")
+
+
+def test_the_csv_has_every_number_in_full_precision(results):
+    rows = list(csv.DictReader(analyses_csv(results).splitlines()))
+    values = {(row["key"], row["measure"]): row["value"] for row in rows}
+    one = results.cells[0]
+    mass = one.measured.layers[3].heads[2].mass
+    assert float(values[one.key, "layers.3.heads.2.mass"]) == mass
+    alone = results.sensitivities[0]
+    unit = alone.units[0]
+    assert float(values[alone.key, f"{unit.name}.kl.value"]) == unit.kl.value
+    assert {row["analysis"] for row in rows} == {"text", "sensitivity"}
+
+
+def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
+    shutil.copytree(PAIR / "analysis", tmp_path / "analysis")
+    analyses = Analyses(tmp_path)
+    for one in analyses.records():
+        analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
+    assert load_analyses(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)

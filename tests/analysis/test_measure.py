@@ -49,32 +49,28 @@ def test_a_model_that_is_looked_into_computes_the_same_and_is_left_as_it_was(pai
 
 
 def test_every_layer_head_and_linear_layer_is_measured(pair):
+    """Inputs that layers share like any other."""
     model, tokenizer, ids = pair
     result = measured(model, tokenizer, ids)
     assert [len(layer.heads) for layer in result.layers] == [4] * 4
     assert [one.name for one in result.inputs] == list(linears(model))
     assert result.inputs_left_out == ()
-    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
-    assert result.perplexity == pytest.approx(loss.exp().item(), rel=1e-5)
-    states = model(input_ids=ids, output_hidden_states=True).hidden_states
-    assert result.layers[0].hidden.maximum == pytest.approx(states[1].max().item())
-
-
-def test_inputs_that_layers_share_are_measured_like_any_other(pair):
-    model, tokenizer, ids = pair
-    result = {one.name: one for one in measured(model, tokenizer, ids).inputs}
-    given = []
-    name = "model.layers.1.self_attn.v_proj"
-    handle = model.get_submodule(name).register_forward_pre_hook(
-        lambda module, inputs: given.append(inputs[0])
-    )
-    model(input_ids=ids)
+    given, block = [], model.model.layers[1]
+    handle = block.self_attn.v_proj.register_forward_pre_hook(lambda _, x: given.append(x[0]))
+    states = model(input_ids=ids, output_hidden_states=True)
     handle.remove()
-    assert result[name].rms == pytest.approx(given[0].square().mean().sqrt().item(), rel=1e-5)
-    assert result[name].largest == pytest.approx(given[0].abs().max().item(), rel=1e-5)
-    key, gate = result["model.layers.1.self_attn.k_proj"], result["model.layers.1.mlp.gate_proj"]
-    assert key.rms == result[name].rms != gate.rms
+    loss = torch.nn.functional.cross_entropy(
+        states.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
+    assert result.perplexity == pytest.approx(loss.exp().item(), rel=1e-5)
+    assert result.layers[0].hidden.maximum == pytest.approx(states.hidden_states[1].max().item())
+    value, key, gate = (
+        next(one for one in result.inputs if one.name == f"model.layers.1.{name}")
+        for name in ("self_attn.v_proj", "self_attn.k_proj", "mlp.gate_proj")
+    )
+    assert value.rms == pytest.approx(given[0].square().mean().sqrt().item(), rel=1e-5)
+    assert value.largest == pytest.approx(given[0].abs().max().item(), rel=1e-5)
+    assert key.rms == value.rms != gate.rms
 
 
 def ours(kind="llama"):

@@ -31,13 +31,19 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.fixture
-def cluster():
-    """The address of a scheduler with two workers of one thread, in processes of this host."""
+@pytest.fixture(scope="module")
+def running():
+    """A scheduler with two workers of one thread, in processes of this host."""
     with LocalCluster(
         n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs="CRITICAL"
     ) as running:
-        yield running.scheduler_address
+        yield running
+
+
+@pytest.fixture
+def cluster(running):
+    running.wait_for_workers(2)  # those of an earlier test may have ended
+    return running.scheduler_address
 
 
 def _break_device():
@@ -72,22 +78,20 @@ def test_a_worker_that_does_not_fit_ends_the_run_in_one_line(changes, said):
         require_fit("tcp://w:1", needed | changes, needed)
 
 
-@pytest.mark.parametrize("address", ["nowhere.json", "tcp://127.0.0.1:9", "local:2"])
-def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address, capfd):
+@pytest.mark.parametrize(
+    ("address", "content"),
+    [("nowhere.json", None), ("tcp://127.0.0.1:9", None), ("local:2", None), ("file.json", "x"),
+     ("file.json", '{"address": 5}')],
+)  # fmt: skip
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address, content):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("qbench.runner.dask.SECONDS_TO_CONNECT", 1.0)
-    with pytest.raises((RecipeError, UnavailableError), match=f"--cluster {address}: "):
+    if content is not None:
+        Path(address).write_text(content)
+    words = f"--cluster {address}: " + "(not a scheduler file|no scheduler)" * (content is not None)
+    with pytest.raises((RecipeError, UnavailableError), match=words):
         qbench("run", small_recipe(tmp_path), "--out", tmp_path / "o", "--cluster", address)
     assert not (tmp_path / "o" / "grid.json").exists()
-
-
-@pytest.mark.parametrize("content", ["x", '{"address": 5}'])
-def test_a_file_that_no_scheduler_wrote_is_one_line(tmp_path, content):
-    file = tmp_path / "scheduler.json"
-    file.write_text(content)
-    with pytest.raises(
-        UnavailableError, match=f"--cluster {file}: (not a scheduler file|no scheduler)"
-    ):
-        qbench("run", small_recipe(tmp_path), "--out", tmp_path / "o", "--cluster", file)
 
 
 @pytest.mark.parametrize("deaths", [1, pytest.param(9, marks=pytest.mark.slow)])

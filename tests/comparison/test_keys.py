@@ -4,7 +4,7 @@ import pytest
 from synthetic import make_store
 
 from qbench.comparison.compare import cell_flips, compare, count_flips, read_columns
-from qbench.comparison.rows import explanation, find_cell, key_differences
+from qbench.comparison.rows import changed_files, explanation, find_cell, key_differences
 from qbench.errors import ResultsError
 from qbench.records import Flips, Unavailable
 from qbench.statistics import Column
@@ -32,6 +32,19 @@ def test_a_part_that_only_one_key_has_is_named():
     less, more = {"device": "cpu"}, {"device": "cpu", "calibration": {"bos": True}}
     assert key_differences(less, more) == [("calibration.bos", "(absent)", "True")]
     assert key_differences(more, less) == [("calibration.bos", "True", "(absent)")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [(["tokenizer"], "another tokenizer"), (["weights"], "other weights"),
+     (["config", "tokenizer"], "another config.json and another tokenizer"),
+     (None, "other weights, configuration or tokenizer")],
+)  # fmt: skip
+def test_which_files_of_a_checkpoint_differ_is_said(changed, words):
+    files = dict.fromkeys(("weights", "config", "tokenizer"), "a")
+    both = files, files | dict.fromkeys(changed or (), "b")
+    old, new = ({} if changed is None else {"checkpoint": each} for each in both)
+    assert changed_files(old, new) == words
 
 
 def test_a_record_is_found_by_cell_or_by_file(tmp_path, monkeypatch):

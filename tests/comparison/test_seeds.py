@@ -54,37 +54,42 @@ def test_the_interval_covers_whichever_part_is_the_larger(seeds, parts):
     assert all(covers(one) == (one.p >= 0.05) for one in result if abs(one.p - 0.05) > 1e-6)
 
 
-def test_answers_that_never_changed_leave_the_interval_of_one_training():
-    """Not no interval at all: 300 answers that stayed do not say that none ever changes."""
-    same = {(side, s): np.arange(100) % 2.0 for side in ("old", "new") for s in range(3)}
-    result = over_seeds(panel(same), pairs(3), "mean")
-    one = effect(panel(same), {("new", 0): 1, ("old", 0): -1}, "mean")
+@pytest.mark.parametrize(
+    ("old", "new", "interval"),
+    [(np.arange(100) % 2.0, np.arange(100) % 2.0, (-0.037, 0.037)),
+     (np.ones(100), np.zeros(100), (-1.0, -0.926))],
+)  # fmt: skip
+def test_answers_that_all_changed_alike_leave_the_interval_of_one_training(old, new, interval):
+    """Not no interval at all: 300 answers that stayed do not say that none ever changes, nor 300
+    that a model lost, with every seed, that all would be."""
+    values = {(side, s): each for side, each in (("old", old), ("new", new)) for s in range(3)}
+    result = over_seeds(panel(values), pairs(3), "mean")
+    one = effect(panel(values), {("new", 0): 1, ("old", 0): -1}, "mean")
     assert (result.low, result.high) == pytest.approx((one.low, one.high))
-    assert result.high == pytest.approx(0.037, abs=1e-3)
-    assert (result.estimate, result.p) == (0, 1)
+    assert (result.low, result.high) == pytest.approx(interval, abs=1e-3)
+    assert result.estimate == new[0] - old[0]
+    assert (result.p == 1) == (old[0] == new[0])
 
 
-def test_answers_that_all_changed_alike_leave_an_interval_too():
-    """A model that falls apart, with every seed: 100 answers lost do not say that all would be."""
-    lost = {("old", s): np.ones(100) for s in range(3)}
-    lost |= {("new", s): np.zeros(100) for s in range(3)}
-    result = over_seeds(panel(lost), pairs(3), "mean")
-    one = effect(panel(lost), {("new", 0): 1, ("old", 0): -1}, "mean")
-    assert (result.low, result.high) == pytest.approx((one.low, one.high))
-    assert (one.low, one.high) == pytest.approx((-1.0, -0.926), abs=1e-3)
+LEVELS = [10.0, 40.0, 25.0, 30.0]  # of four trainings
+GAINS = np.random.default_rng(1).normal(0.2, 1, DOCUMENTS)  # of each document
 
 
-def test_without_documents_part_it_is_students_t_over_seeds():
-    levels = [10.0, 40.0, 25.0, 30.0]
-    values = {("old", s): np.zeros(DOCUMENTS) for s in range(4)}
-    values |= {("new", s): np.full(DOCUMENTS, level) for s, level in enumerate(levels)}
-    result = over_seeds(panel(values), pairs(4), "mean")
-    expected = stats.ttest_1samp(levels, 0)
+@pytest.mark.parametrize(
+    ("new", "sample", "of_seeds"),
+    [([np.full(DOCUMENTS, level) for level in LEVELS], LEVELS, 1), ([GAINS] * 3, GAINS, 0)],
+    ids=["documents alike", "seeds alike"],
+)
+def test_without_the_other_part_it_is_students_t_over_seeds_or_documents(new, sample, of_seeds):
+    values = {("old", s): np.zeros(DOCUMENTS) for s in range(len(new))}
+    values |= {("new", s): each for s, each in enumerate(new)}
+    result = over_seeds(panel(values), pairs(len(new)), "mean")
+    expected = stats.ttest_1samp(sample, 0)
     interval = expected.confidence_interval()
     assert (result.low, result.high) == pytest.approx((interval.low, interval.high))
     assert result.p == pytest.approx(expected.pvalue, rel=1e-6)
-    assert result.of_seeds == pytest.approx(1)
-    assert result.each == pytest.approx(levels)
+    assert result.of_seeds == pytest.approx(of_seeds)
+    assert result.each == pytest.approx([each.mean() for each in new])
 
 
 def test_two_trainings_that_happen_to_agree_are_no_surer_than_their_documents():
@@ -95,18 +100,6 @@ def test_two_trainings_that_happen_to_agree_are_no_surer_than_their_documents():
     documents = stats.ttest_1samp((one + values["new", 1]) / 2, 0).confidence_interval()
     assert result.low <= documents.low + 1e-9
     assert result.high >= documents.high - 1e-9
-
-
-def test_with_seeds_that_are_all_alike_it_is_the_paired_t_over_documents():
-    rng = np.random.default_rng(1)
-    difference = rng.normal(0.2, 1, DOCUMENTS)
-    values = {("old", s): np.zeros(DOCUMENTS) for s in range(3)}
-    values |= {("new", s): difference for s in range(3)}
-    result = over_seeds(panel(values), pairs(3), "mean")
-    expected = stats.ttest_1samp(difference, 0)
-    interval = expected.confidence_interval()
-    assert (result.low, result.high) == pytest.approx((interval.low, interval.high))
-    assert result.of_seeds == 0
 
 
 def test_perplexities_are_compared_by_their_logarithm_long_pages_weighing_more():

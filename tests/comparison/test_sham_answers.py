@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from gate.gate_results import answered, gate_of
+from gate.conftest import answered, gate_of
 
 from qbench.gate.check import changes
 from qbench.statistics import adjust

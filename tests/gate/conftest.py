@@ -1,10 +1,78 @@
-"""A good grid and its baseline, which the tests of the gate share."""
+"""A good grid and its baseline, which the tests of the gate share; results that differ from it in
+one stated way."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
-from gate_results import QUANTIZERS, SIZES
 from synthetic import make_store
 
 from qbench.gate import baseline
+from qbench.gate.baseline import CellResults
+from qbench.gate.check import changes, check, judge
+from qbench.gate.verdict import GateResult, Verdict, margin_of
+from qbench.metrics import LOG_MEAN
+from qbench.records import ANSWERS, Precision, Score
+from qbench.statistics import Column
+from qbench.store import Store
+
+SIZES = {"arc_easy": 700, "lambada_openai": 500, "wikitext": 40}
+QUANTIZERS = ("bf16", "hqq-4bit")
+CELL = "softmax/hqq-4bit"
+
+
+def changed(folder: Path, **settings) -> Store:
+    return make_store(folder / "new", sizes=SIZES, quantizers=QUANTIZERS, **settings)
+
+
+def of(result: Verdict, cell: str, task: str | None = None) -> list[GateResult]:
+    return [gate for gate in result.gates if gate.cell == cell and task in (None, gate.task)]
+
+
+def failed(store: Store, standard: Path, **settings) -> list[GateResult]:
+    """The questions that do not pass."""
+    return [one for one in check(store, standard, **settings).gates if one.outcome == "fail"]
+
+
+def update(store: Store, cell: str, **fields) -> None:
+    """Write the record of ``cell`` again with other ``fields``."""
+    record = record_of(store, cell)
+    store.put(record.model_copy(update=fields), store.outcomes(record), None)
+
+
+def without_wikitext(record) -> dict:
+    """The fields of ``record`` after a failure of this task."""
+    kept = tuple(score for score in record.scores if score.task != "wikitext")
+    return {"scores": kept, "failed_tasks": {"wikitext": "it gives NaN"}}
+
+
+def record_of(store: Store, cell: str):
+    return store.get(next(one for one in store.manifest().cells if one.cell == cell))
+
+
+def audit_of(store: Store, cell: str):
+    return record_of(store, cell).audit
+
+
+def answered(metric: str, values, variances=None) -> CellResults:
+    """A cell's ``metric`` of answers, a value per prompt, with the variance that drawing adds."""
+    documents, name, one = np.arange(len(values)), (ANSWERS, metric), np.ones(len(values))
+    score = Score(task=ANSWERS, label=ANSWERS, metric=metric, value=float(np.mean(values)),
+                  stderr=None, higher_is_better=metric in ("stops", "exact_match"),
+                  documents=len(values),
+                  aggregation=LOG_MEAN if metric in ("kl", "length") else "mean")  # fmt: skip
+    spread = {} if variances is None else {name: Column.of(documents, variances, one)}
+    record = SimpleNamespace(precision=Precision())
+    return CellResults(record, {name: Column.of(documents, values, one)}, {name: score}, spread)
+
+
+def gate_of(metric: str, old: CellResults, new: CellResults, given, lines: int) -> GateResult:
+    name = (ANSWERS, metric)
+    margin = margin_of(old.scores[name], old.columns[name], given, lines=lines,
+                       variance=old.variances.get(name))  # fmt: skip
+    return judge(changes({"a/b": (old, new)})["a/b", name], margin, old.columns[name],
+                 new.columns[name])  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,12 @@
 """The baseline file: gives back what was put in, and what cannot be read is one line."""
 
+import math
 import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from gate_results import CELL, changed, record_of, update
+from gate.conftest import CELL, changed, record_of, update, without_wikitext
 
 from qbench.errors import ResultsError
 from qbench.gate import baseline, check
@@ -39,22 +40,13 @@ def test_replacing_a_baseline_must_be_asked_for(tmp_path, good, standard):
     assert path.read_bytes() != before
 
 
-def without_a_task(record):
-    kept = tuple(score for score in record.scores if score.task != "wikitext")
-    return {"scores": kept, "failed_tasks": {"wikitext": "it gives NaN"}}
-
-
-def endless(record):
-    first, *others = record.scores
-    return {"scores": (first.model_copy(update={"value": float("inf")}), *others)}
-
-
 @pytest.mark.parametrize(
     ("settings", "change", "words"),
     [*(({state: (CELL, "softpick/hqq-4bit")}, None, f", softpick/hqq-4bit: {state}")
        for state in ("failed", "missing")),
-     ({}, without_a_task, ": wikitext failed: it gives NaN"),
-     ({}, endless, ": arc_easy acc is inf"),
+     ({}, without_wikitext, ": wikitext failed: it gives NaN"),
+     ({}, lambda record: {"scores": (record.scores[0].model_copy(update={"value": math.inf}),
+                                     *record.scores[1:])}, ": arc_easy acc is inf"),
      ({}, lambda record: {"audit": None}, ": not audited")],
 )  # fmt: skip
 def test_no_baseline_is_made_of_a_cell_that_is_no_standard(tmp_path, settings, change, words):

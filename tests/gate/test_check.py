@@ -1,19 +1,21 @@
 """The gate: passes what is as good, fails what is worse, and says when it cannot tell."""
 
+import dataclasses
 import math
 import re
 import shutil
-from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-from gate_results import CELL, QUANTIZERS, SIZES, audit_of, changed, failed, of, record_of, update
+from gate import conftest
+from gate.conftest import CELL, QUANTIZERS, SIZES, audit_of, changed, failed, of, record_of, update
 from small_recipe import qbench
 from synthetic import LAYERS, make_store, scores
 
 from qbench.errors import OutputError, RecipeError, ResultsError
-from qbench.gate import baseline, check
-from qbench.gate.verdict import as_markdown, parse_margins
+from qbench.gate import baseline, check, verdict
+from qbench.gate.verdict import GateResult, Verdict, as_markdown, parse_margins
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +42,6 @@ def test_no_file_is_written_over_another(good, standard, tmp_path, options):
     assert (tmp_path / "base").read_bytes() == standard.read_bytes()
 
 
-def test_a_worse_cell_fails_and_the_others_pass(tmp_path, standard):
-    result = check.check(changed(tmp_path, shift={"softpick/hqq-4bit": 0.4}), standard)
-    assert result.outcome == "fail"
-    assert result.exit_code == 1
-    scored = [gate for gate in of(result, "softpick/hqq-4bit") if gate.task != "audit"]
-    assert {gate.outcome for gate in scored} == {"fail"}
-    assert {gate.outcome for gate in of(result, "softmax/hqq-4bit")} == {"pass"}
-
-
 def test_too_few_documents_are_inconclusive_and_it_is_said_what_would_tell(nearly, standard):
     result = check.check(nearly, standard, margins={"acc": 0.1})
     gates = [gate for gate in of(result, CELL, "arc_easy") if gate.outcome == "inconclusive"]
@@ -61,54 +54,38 @@ def test_too_few_documents_are_inconclusive_and_it_is_said_what_would_tell(nearl
 
 
 def test_an_estimate_within_the_margin_is_not_enough(nearly, standard):
-    def asked(margin):
-        result = check.check(nearly, standard, margins={"acc": margin})
+    def asked(margin, counts_as="fail"):
+        result = check.check(nearly, standard, margins={"acc": margin}, inconclusive=counts_as)
         (gate,) = (one for one in of(result, CELL, "arc_easy") if one.metric == "acc")
-        return gate
+        return gate, result.outcome, result.exit_code
 
-    worse = asked(0.1).worse
+    worse = asked(0.1)[0].worse
     assert worse.estimate < worse.high
-    assert asked((worse.estimate + worse.high) / 2).outcome == "inconclusive"
-    assert asked(worse.high + 0.01).outcome == "pass"
+    between = (worse.estimate + worse.high) / 2
+    assert asked(between)[0].outcome == "inconclusive"
+    assert asked(worse.high + 0.01)[0].outcome == "pass"
+    for counts_as, code in (("pass", 0), ("fail", 1)):
+        assert asked(between, counts_as)[1:] == ("inconclusive", code)
 
 
-@pytest.mark.parametrize(("counts_as", "code"), [("pass", 0), ("fail", 1)])
-def test_inconclusive_counts_as_the_user_chooses(nearly, standard, counts_as, code):
-    result = check.check(nearly, standard, margins={"acc": 0.1}, inconclusive=counts_as)
-    assert result.outcome == "inconclusive"
-    assert result.exit_code == code
-
-
-def without_audit(store):
-    update(store, CELL, audit=None)
-
-
-def failed_audit(store):
-    problem = {"passed": False, "problems": ("one layer left out",)}
-    update(store, CELL, audit=audit_of(store, CELL).model_copy(update=problem))
-
-
-def without_a_task(store, **more):
-    kept = tuple(one for one in record_of(store, CELL).scores if one.task != "wikitext")
-    update(store, CELL, scores=kept, **more)
-
-
-def failed_task(store):
-    without_a_task(store, failed_tasks={"wikitext": "it gives NaN"})
+FAILED = {"passed": False, "problems": ("one layer left out",)}
 
 
 @pytest.mark.parametrize(
     ("settings", "change", "task", "reason"),
     [({"failed": (CELL,)}, None, "", "failed: out of memory"),
      ({"missing": (CELL,)}, None, "", "missing"),
-     ({}, without_audit, "", "not audited"), ({}, failed_audit, "", "failed: one layer left out"),
-     ({}, without_a_task, "wikitext", "score is missing"),
-     ({}, failed_task, "wikitext", "score is missing: it gives NaN")],
+     ({}, lambda record: {"audit": None}, "", "not audited"),
+     ({}, lambda record: {"audit": record.audit.model_copy(update=FAILED)}, "",
+      "failed: one layer left out"),
+     ({}, lambda record: conftest.without_wikitext(record) | {"failed_tasks": {}}, "wikitext",
+      "score is missing"),
+     ({}, conftest.without_wikitext, "wikitext", "score is missing: it gives NaN")],
 )  # fmt: skip
 def test_what_is_broken_or_gone_never_passes(tmp_path, standard, settings, change, task, reason):
     store = changed(tmp_path, **settings)
     if change is not None:
-        change(store)
+        update(store, CELL, **change(record_of(store, CELL)))
     result = check.check(store, standard, inconclusive="pass")
     (gate,) = (one for one in result.gates if one.outcome == "fail")
     assert (gate.cell, gate.task) == (CELL, task)
@@ -227,55 +204,32 @@ def with_layer(folder, **fields):
     return store
 
 
-def layers_of(result):
-    return {gate.metric: gate for gate in of(result, CELL, "audit") if "layer" in gate.metric}
-
-
-def test_the_same_bits_are_said_to_be_the_same(good, standard):
-    (gate,) = layers_of(check.check(good, standard)).values()
-    assert (gate.outcome, gate.reason) == ("pass", "same bits in all 4 layers")
-
-
-def test_the_same_bits_read_wrongly_are_not_the_same(tmp_path, standard):
-    (gate,) = failed(with_layer(tmp_path, weight_error=0.9), standard)
-    assert (gate.metric, BROKEN in gate.reason) == ("layer_error", True)
-
-
-def test_other_bits_alone_are_noted_and_pass(tmp_path, standard):
-    result = check.check(with_layer(tmp_path, **OTHER_BITS), standard)
-    assert result.outcome == "pass"
-    assert "same bits in 3 of 4 layers" in layers_of(result)["layer_error"].reason
-
-
 @pytest.mark.parametrize(
-    ("fields", "metric"),
+    ("fields", "metric", "reason"),
     [
-        ({"weight_error": 0.0375 * 0.452 / 0.216}, "layer_error"),  # scales rolled by one
-        ({"weight_error": 0.0375 * 1.11}, "layer_error"),
-        ({"gain": 0.998 * 1.03}, "layer_gain"),  # scales 3 % too large
-        ({"gain": 0.998 * 0.97}, "layer_gain"),
-        ({"levels": 8}, "layer_levels"),
-        ({"bits_per_weight": 5.0}, "layer_bits"),
+        ({}, None, "same bits in all 4 layers"),
+        (OTHER_BITS, None, "same bits in 3 of 4 layers"),
+        ({"weight_error": 0.9}, "layer_error", BROKEN),  # the same bits, read wrongly
+        ({"name": "model.layers.9.other"}, "", f"no longer quantized, or not audited: {BROKEN}"),
+        *((OTHER_BITS | fields, metric, f"beyond the margin: {BROKEN}; worst: {BROKEN} ")
+          for fields, metric in (
+              ({"weight_error": 0.0375 * 0.452 / 0.216}, "layer_error"),  # scales rolled by one
+              ({"weight_error": 0.0375 * 1.11}, "layer_error"),
+              ({"gain": 0.998 * 1.03}, "layer_gain"),  # scales 3 % too large
+              ({"gain": 0.998 * 0.97}, "layer_gain"),
+              ({"levels": 8}, "layer_levels"),
+              ({"bits_per_weight": 5.0}, "layer_bits"),
+          )),
+        *((OTHER_BITS | fields, None, "same bits in 3 of 4 layers")  # as of another processor
+          for fields in ({"weight_error": 0.0375 * 1.013}, {"gain": 0.998 + 0.002}, {"levels": 15},
+                         {"weight_error": 0.01})),
     ],
-)
-def test_a_layer_that_measures_worse_fails_and_is_named(tmp_path, standard, fields, metric):
-    (gate,) = failed(with_layer(tmp_path, **OTHER_BITS, **fields), standard)
-    assert (gate.cell, gate.metric) == (CELL, metric)
-    assert f"beyond the margin: {BROKEN}; worst: {BROKEN} " in gate.reason
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"weight_error": 0.0375 * 1.013}, {"gain": 0.998 + 0.002}, {"levels": 15},
-     {"weight_error": 0.01}],
 )  # fmt: skip
-def test_what_another_processor_does_to_a_layer_passes(tmp_path, standard, fields):
-    assert not failed(with_layer(tmp_path, **OTHER_BITS, **fields), standard)
-
-
-def test_a_layer_that_is_no_longer_quantized_is_named(tmp_path, standard):
-    (gate,) = failed(with_layer(tmp_path, name="model.layers.9.other"), standard)
-    assert gate.reason == f"no longer quantized, or not audited: {BROKEN}"
+def test_a_layer_that_measures_worse_fails_and_is_named(tmp_path, standard, fields, metric, reason):
+    gates = check.check(with_layer(tmp_path, **fields), standard).gates
+    worse = [(gate.cell, gate.metric) for gate in gates if gate.outcome == "fail"]
+    assert worse == ([] if metric is None else [(CELL, metric)])
+    assert any(reason in gate.reason for gate in gates if gate.cell == CELL)
 
 
 # Results of other weights, normalizers, data or settings are refused or named.
@@ -298,26 +252,6 @@ def test_results_of_another_checkpoint_are_unusable_unless_asked_for(tmp_path, s
     result = check.check(store, standard, across=[part])
     assert result.outcome == "pass"
     assert any(note.startswith(part) and CELL in note for note in result.notes)
-
-
-@pytest.mark.parametrize(
-    ("changed_parts", "words"),
-    [(["tokenizer"], "of another tokenizer than"), (["weights"], "of other weights than"),
-     (["config", "tokenizer"], "of another config.json and another tokenizer than"),
-     (None, "of other weights, configuration or tokenizer than")],
-)  # fmt: skip
-def test_which_files_of_a_checkpoint_differ_is_said(changed_parts, words):
-    digests = dict.fromkeys(("weights", "config", "tokenizer"), "a")
-
-    def cells(total, /, **changes):
-        files = {} if changed_parts is None else {"checkpoint": digests | changes}
-        parts = SimpleNamespace(key_parts={"weights": total, **files})
-        return {CELL: SimpleNamespace(record=parts)}
-
-    old, new = cells("1"), cells("2", **dict.fromkeys(changed_parts or (), "b"))
-    with pytest.raises(ResultsError, match=words):
-        check.require_same(old, new, ())
-    assert check.require_same(old, new, ["weights"]) == [f"weights: 1 → 2 in {CELL}"]
 
 
 @pytest.mark.parametrize(
@@ -356,3 +290,68 @@ def test_the_same_documents_from_other_files_are_the_same_data(tmp_path, standar
     assert "tasks.arc_easy: bbbbbbbbbbbb… → cccccccccccc… in all 4 cells" in result.notes
     with pytest.raises(ResultsError, match="arc_easy: definition or data of this task differ"):
         check.check(store_of("other", "d" * 64, "b" * 64), path)
+
+
+# The verdict as files: what is in them, and that nothing in a name can break them.
+
+
+def columns(text: str) -> int:
+    """Of the table, where all its rows have as many."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    (result,) = {row.replace("\\|", "").count("|") - 1 for row in rows}
+    return result
+
+
+def test_the_verdict_is_told_as_markdown_and_junit(tmp_path, standard):
+    store = changed(tmp_path, shift={"softpick/hqq-4bit": 0.4}, failed=("softmax/bf16",))
+    result = check.check(store, standard)
+    assert (result.outcome, result.exit_code) == ("fail", 1)
+    worse, same = (of(result, f"{name}/hqq-4bit") for name in ("softpick", "softmax"))
+    assert {gate.outcome for gate in worse if gate.task != "audit"} == {"fail"}
+    assert {gate.outcome for gate in same} == {"pass"}
+    text = verdict.as_markdown(result)
+    assert text.startswith("## qbench check: fail")
+    assert re.search(r"^- baseline: softmax, softpick, 2\d{3}-\d\d-\d\d, ", text, re.MULTILINE)
+    assert re.search(r"\| ✗ fail +\| softmax/bf16 +\| — +\|", text)
+    assert columns(text) == 11
+    short = verdict.as_markdown(result, passed=False)
+    assert ("✓ pass" in text, "✓ pass" in short) == (True, False)
+    assert short.count("✗ fail") == 6
+
+    suite = ElementTree.fromstring(verdict.as_junit(result)).find("testsuite")
+    failures = suite.findall("testcase/failure")
+    assert int(suite.get("failures")) == len(failures) == result.count("fail") == 6
+    assert int(suite.get("tests")) == len(suite.findall("testcase"))
+
+
+def test_junit_has_inconclusive_lines_as_skipped_where_they_count_as_passed(tmp_path, standard):
+    store = changed(tmp_path, shift={"softmax/hqq-4bit": 0.01})
+    for counts_as, tag in (("pass", "skipped"), ("fail", "error")):
+        result = check.check(store, standard, margins={"acc": 0.1}, inconclusive=counts_as)
+        suite = ElementTree.fromstring(verdict.as_junit(result)).find("testsuite")
+        assert len(suite.findall(f"testcase/{tag}")) == result.count("inconclusive") > 0
+
+
+def test_no_name_or_reason_breaks_the_table_the_page_or_the_xml():
+    evil = "a|b\nc <img src=x onerror=alert(1)> [x](javascript:y) `d` \x00\x1b[31m\ud800 end"
+    gate = GateResult(cell=evil, task="", metric="", outcome="fail", reason=evil)
+    result = Verdict(results=evil, baseline=evil, gates=(gate,), notes=(evil,), inconclusive="fail")
+    text = verdict.as_markdown(result)
+    assert columns(text) == 11
+    assert "<img" not in text
+    assert "](" not in text
+    (case,) = ElementTree.fromstring(verdict.as_junit(result)).iter("testcase")
+    assert case.get("classname").endswith(" end")
+    assert "\x1b" not in case.find("failure").text
+
+
+def test_a_default_margin_is_marked_and_the_mark_explained(good, standard):
+    result = check.check(good, standard, margins={"perplexity": 9.0})
+    text = verdict.as_markdown(result)
+    assert re.search(r"\| +9 \|", text)
+    assert re.search(r"\d\* \|", text)
+    assert "* the smallest that the documents allow" in text
+    given = dataclasses.replace(next(g for g in result.gates if g.score), given=True)
+    assert (
+        "*" not in verdict.as_markdown(dataclasses.replace(result, gates=(given,))).split("\n-")[0]
+    )

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import yaml
-from gate_results import audit_of, update
+from gate.conftest import audit_of, update
 from small_recipe import qbench
 from synthetic import LAYERS, make_store
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from gate_results import answered, changed, gate_of
+from gate.conftest import answered, changed, gate_of
 from scipy import stats
 
 from qbench.errors import RecipeError

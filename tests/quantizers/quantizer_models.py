@@ -20,6 +20,16 @@ from qbench.records import Audit
 
 needs_vnni = pytest.mark.skipif(int8_problem() is not None, reason=str(int8_problem()))
 VOCABULARY = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
 DIGEST = "0123456789abcdef" * 4
 
 
@@ -34,18 +44,9 @@ def llama(
 ) -> LlamaForCausalLM:
     """Random weights; embeddings of low rank, so that layers' inputs are correlated."""
     draw = torch.Generator().manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        attention_bias=bias,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "attention_bias": bias}  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:

@@ -124,14 +124,6 @@ def test_a_weight_that_is_not_finite_is_named_though_the_probe_never_meets_it(va
     assert report.problems[0].endswith("values are not finite")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_an_unquantized_model_passes_with_coverage_zero(name, dtype):
-    report = check(llama(dtype=dtype), parse(name, {}))
-    assert report.passed
-    assert (report.coverage, report.bits, report.levels) == (0, None, 0)
-    assert report.bits_per_weight == dtype.itemsize * 8
-
-
 def test_an_unquantized_cell_of_quantized_weights_is_caught(rtn4):
     report = check(rtn4, parse("fp32", {}))
     assert any("not a plain weight in float32" in problem for problem in report.problems)
@@ -150,26 +142,33 @@ def test_the_identity_reads_a_weight_off_its_forward(inputs):
     assert layer.bias is not None
 
 
-@pytest.mark.parametrize("rows", [8, 24], ids=["a silent head", "most of a layer"])
-def test_columns_of_silent_inputs_may_be_zeros(tmp_path, rows):
-    """GPTQ zeroes them. In layers of a trained softpick model 10 of 12 heads were silent."""
-    chosen, path = settings("gptq-8bit"), "model.layers.1.self_attn.o_proj"
-    model = llama()
-    model.model.layers[1].self_attn.v_proj.weight.data[:rows] = 0  # of two heads
-    report = check(make(chosen, tmp_path, model=copy.deepcopy(model)), chosen, model)
-    (module,) = [one for one in report.modules if one.name == path]
-    assert module.dead_inputs == 2 * rows
-    assert report.passed, report.problems
+def silent(rows):
+    """Inputs of o_proj that are never on. In layers of a trained softpick model 10 of 12 heads were
+    silent."""
+
+    def change(block):
+        block.self_attn.v_proj.weight.data[:rows] = 0  # of two heads
+
+    return change
 
 
-def test_columns_of_small_weights_may_be_rounded_to_zeros(tmp_path):
-    """As those of a model's largest activations are at two bits, where training made them small."""
-    chosen, path, model = settings("gptq-2bit"), "model.layers.1.self_attn.v_proj", llama()
-    model.model.layers[1].input_layernorm.weight.data[3] *= 20
-    linears(model)[path].weight.data[:, 3] /= 40
+def small(block):
+    """Weights as of a model's largest activations, which training made small."""
+    block.input_layernorm.weight.data[3] *= 20
+    block.self_attn.v_proj.weight.data[:, 3] /= 40
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "dead"),
+    [("gptq-8bit", "o_proj", silent(8), 16), ("gptq-8bit", "o_proj", silent(24), 48),
+     ("gptq-2bit", "v_proj", small, 1)],
+)  # fmt: skip
+def test_columns_that_gptq_rounds_to_zeros_pass(name, part, change, dead, tmp_path):
+    chosen, model = settings(name), llama()
+    change(model.model.layers[1])
     report = check(make(chosen, tmp_path, model=copy.deepcopy(model)), chosen, model)
-    (module,) = [one for one in report.modules if one.name == path]
-    assert module.dead_inputs == 1
+    (module,) = [one for one in report.modules if one.name == f"model.layers.1.self_attn.{part}"]
+    assert module.dead_inputs == dead
     assert report.passed, report.problems
 
 
@@ -235,19 +234,9 @@ def test_a_kernel_whose_rows_owe_each_other_bits_is_no_leak_of_the_quantizer(rtn
     assert len(entered) == 2
 
 
-def reversed_rows(layer):
-    for name in ("codes", "scale", "zero"):
-        if getattr(layer, name) is not None:
-            setattr(layer, name, getattr(layer, name).flip(0))
-
-
-def exchanged_scales(layer):
-    layer.scale = layer.scale.flip(0)
-
-
 @pytest.mark.parametrize("name", ["gptq-2bit", "rtn-4bit", "rtn-8bit"])
-@pytest.mark.parametrize("harm", [reversed_rows, exchanged_scales])
-def test_rows_or_scales_that_are_exchanged_within_a_layer_are_caught(tmp_path, name, harm):
+@pytest.mark.parametrize("harmed", [("codes", "scale", "zero"), ("scale",)], ids=str)
+def test_rows_or_scales_that_are_exchanged_within_a_layer_are_caught(tmp_path, name, harmed):
     """Their errors stay below a bound that holds for 2 bits, and nothing leans to one side."""
     chosen, model = settings(name), llama()
     layers = [f"model.layers.{i}.mlp.up_proj" for i in (0, 1)]
@@ -255,18 +244,12 @@ def test_rows_or_scales_that_are_exchanged_within_a_layer_are_caught(tmp_path, n
         linears(model)[path].weight.data *= torch.logspace(-0.5, 0.5, 160)[:, None]
     made = make(chosen, tmp_path, model=copy.deepcopy(model))
     assert check(made, chosen, copy.deepcopy(model)).problems == ()
-    for path in layers:
-        harm(made.get_submodule(path))
+    for module in map(made.get_submodule, layers):
+        for part in harmed:
+            if getattr(module, part) is not None:
+                setattr(module, part, getattr(module, part).flip(0))
     problems = check(made, chosen, model).problems
     assert all(any(p.startswith(path) and "rows" in p for p in problems) for path in layers)
-
-
-def ternary(weight):
-    return weight.sign() * 0.02
-
-
-def constant(weight):
-    return torch.full_like(weight, 0.02)
 
 
 METHODS = ("rtn-4bit", "gptq-2bit", "gptq-8bit", "hqq-4bit", "bnb-4bit", "bnb-8bit", "fp8-matrix")
@@ -285,9 +268,9 @@ def test_weights_of_few_values_pass(tmp_path, name):
     chosen, model = fitting(name), llama()
     layers = linears(model)
     for part in ("mlp.down_proj", "self_attn.o_proj"):
-        for block, fill in enumerate((ternary, constant)):
-            weight = layers[f"model.layers.{block}.{part}"].weight
-            weight.data = fill(weight.data)
+        weights = [layers[f"model.layers.{block}.{part}"].weight.data for block in (0, 1)]
+        weights[0].sign_().mul_(0.02)
+        weights[1].fill_(0.02)
     layers[LAYER].weight.data.zero_()
     report = check(make(chosen, tmp_path, model=copy.deepcopy(model)), chosen, model)
     assert report.problems == ()
@@ -349,29 +332,6 @@ def test_a_class_that_reads_a_weight_by_itself_is_told_which_layer(tmp_path):
                         "gate_proj to ignore: the quantized model's forward fails")
         for line in problems
     )  # fmt: skip
-
-
-def test_logits_that_change_when_tokens_are_appended_are_recorded(rtn4, monkeypatch):
-    """Other last tokens change nothing, as of a sparse attention whose choice of keys depends on
-    how long a text is."""
-
-    def by_length(model):
-        forward = model.forward
-
-        def scaled(input_ids, **options):
-            output = forward(input_ids, **options)
-            output.logits = output.logits * (1 + 0.1 * input_ids.shape[1])
-            return output
-
-        monkeypatch.setattr(model, "forward", scaled)
-        return model
-
-    chosen, model = settings("rtn-4bit"), by_length(copy.deepcopy(rtn4))
-    report = check(model, chosen)
-    assert any("later tokens moves earlier logits" in line for line in report.problems)
-    both = check(model, chosen, by_length(llama()))
-    assert both.problems == ()
-    assert both.causality.moved > 0.1
 
 
 def other_scale(module):

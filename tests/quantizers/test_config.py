@@ -10,12 +10,7 @@ from quantizer_models import make_with_detail, parse
 from qbench.errors import RecipeError
 from qbench.quantizers import METHODS, config_of
 from qbench.quantizers.config import ignore_advice
-from qbench.quantizers.registry import (
-    COMBINATIONS,
-    config_of_record,
-    settings_of,
-    split_commas,
-)
+from qbench.quantizers.registry import COMBINATIONS, config_of_record, settings_of, split_commas
 from qbench.recipe import Overrides, Recipe
 
 

@@ -155,22 +155,19 @@ def test_damping_is_raised_where_the_hessian_is_singular_and_told(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_hessians_are_those_of_every_calibration_token(batch_size):
-    model, seen = llama(), {}
-    names = ["self_attn.q_proj", "mlp.down_proj"]
-    hooks = [
-        model.model.layers[0]
-        .get_submodule(name)
-        .register_forward_pre_hook(lambda _, x, name=name: seen.update({name: x[0]}))
-        for name in names
-    ]
+    model, names, seen = llama(), ["self_attn.q_proj", "mlp.down_proj"], {}
+    for name in names:
+
+        def note(_, args, name=name):
+            seen.setdefault(name, args[0])  # of the first forward, of all tokens
+
+        model.model.layers[0].get_submodule(name).register_forward_pre_hook(note)
     with torch.no_grad():
         model(input_ids=calibration().ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
     walk = SequentialCalibrator(model, linears(model), calibration(), batch_size)
     for name, found in zip(names, walk.hessians(0, names), strict=True):
-        x = seen[name].reshape(-1, seen[name].shape[-1]).double()
-        torch.testing.assert_close(found.double(), hessian(x), rtol=1e-4, atol=1e-5)
+        expected = hessian(seen[name].flatten(0, 1).double())
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_products_of_bfloat16_are_exact_and_float32_is_left_as_it_was():
@@ -272,36 +269,22 @@ def test_true_sequential_and_the_order_of_blocks_matter_and_text_decides_all(tmp
     assert not torch.equal(first(tokens).logits, apart(tokens).logits)
 
 
-def outside(model):
-    model.model.extra = nn.Linear(8, 8)
-
-
-def changed_between(model):
-    model.model.layers[1].register_forward_pre_hook(lambda _, x: (x[0] * 2, *x[1:]))
-
-
-def depends_on_text(model):
-    model.model.layers[0].register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**kwargs, "total": args[0].sum()}), with_kwargs=True
-    )
-
-
-def skipped(model):
-    layers = model.model.layers
-    layers[0].forward = lambda hidden, **rest: layers[1].forward(hidden, **rest)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (outside, r"outside the decoder blocks .*: model.extra; set ignore: \['model.extra'\]"),
-        (changed_between, r"layers.1: does not receive"),
-        (skipped, r"never reaches model.layers.0.*: ignore: \['model.layers.0.mlp.down_proj', "),
-        (depends_on_text, "depend on the text"),
+        ("model.model.extra = nn.Linear(8, 8)",
+         r"outside the decoder blocks .*: model.extra; set ignore: \['model.extra'\]"),
+        ("second.register_forward_pre_hook(lambda _, x: (x[0] * 2, *x[1:]))",
+         r"layers.1: does not receive"),
+        ("first.forward = lambda hidden, **rest: second.forward(hidden, **rest)",
+         r"never reaches model.layers.0.*: ignore: \['model.layers.0.mlp.down_proj', "),
+        ("first.register_forward_pre_hook(lambda _, x, rest: (x, {**rest, 'total': x[0].sum()}), "
+         "with_kwargs=True)", "depend on the text"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_cannot_be_walked_is_refused_with_the_reason(change, says):
     model = llama()
-    change(model)
+    first, second = model.model.layers
+    exec(change, globals() | {"model": model, "first": first, "second": second})
     with pytest.raises(QuantizationError, match=says):
         SequentialCalibrator(model, linears(model), calibration(), 1)

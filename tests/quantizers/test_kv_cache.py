@@ -2,14 +2,8 @@
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from quantizer_models import SIZES
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention import transformers as transformers_attention
@@ -24,24 +18,12 @@ from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.quantize import apply
 from qbench.quantizers.registry import config_of, settings_of
 
-SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SHAPE = SIZES | {"head_dim": 16, "initializer_range": 0.2, "bos_token_id": None,
+                 "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),  # norms its keys before RoPE
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=9)),
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),  # norms its keys before RoPE
+    "mistral": MistralConfig(**SHAPE, sliding_window=9),
 }
 SCHEMES = {
     "token": {"name": "int4-token"},
@@ -53,7 +35,7 @@ SCHEMES = {
 
 def model_of(kind="llama", normalizer="softmax", scheme=None):
     torch.manual_seed(0)
-    model = MODELS[kind]().eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(MODELS[kind]).eval().requires_grad_(False)
     set_attention(model, normalizer=normalizer, implementation="reference")
     if scheme is None:
         return model

@@ -1,9 +1,12 @@
 """Checkpoints that somebody quantized: found, loaded, held against their originals, counted."""
 
+import atexit
 import json
 import re
 import shutil
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import published_copies
 import pytest
@@ -12,19 +15,9 @@ import transformers
 import yaml
 from lm_eval.models.huggingface import HFLM
 from packaging.version import Version
-from published_copies import (
-    BF16,
-    DEMO,
-    awq,
-    changed,
-    copy_of,
-    experts,
-    nearly_ternary,
-    original,
-    with_biases,
-)
+from published_copies import awq, changed, copy_of, experts, nearly_ternary, original, with_biases
 from quantizer_models import needs_vnni
-from small_recipe import qbench, small_recipe
+from small_recipe import DEMO, qbench, small_recipe
 from torchao import quantization as torchao
 from transformers import TorchAoConfig
 
@@ -53,33 +46,36 @@ MORE_FORMATS = (
 WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-fp8-block", "ct-nvfp4")
 
 
-@pytest.fixture(scope="module")
-def copies(tmp_path_factory):
-    """Return a function that makes the copy of a format, once: ``copies("bnb-nf4")``."""
-    folder = tmp_path_factory.mktemp("copies")
-    source = original(folder / "llama")
-    return cache(lambda name: copy_of(source, name, folder / name))
+FOLDER = Path(tempfile.mkdtemp(prefix="qbench-copies-"))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return original(tmp_path_factory.mktemp("original") / "llama")
+def first_blocks(tensors):
+    for name in [name for name in tensors if re.search(r"layers\.[23]\.", name)]:
+        del tensors[name]
 
 
-@pytest.fixture(scope="module")
-def nf4(copies):
-    return copies("bnb-nf4")
+@cache
+def whole():
+    """Return the folder of the bundled model's first two blocks as transformers' Llama."""
+    return changed(original(FOLDER / "llama"), FOLDER / "whole", first_blocks, num_hidden_layers=2)
+
+
+@cache
+def copies(name):
+    """Return the folder of its copy in the format ``name``."""
+    return copy_of(whole(), name, FOLDER / name)
 
 
 def quantization_config(copy):
     return json.loads((copy / "config.json").read_text())["quantization_config"]
 
 
-def planned(tmp_path, path, *, checkpoint=DEMO / "softmax", quantizers=None, show=False):
+def planned(tmp_path, path, *, checkpoint=None, quantizers=None, show=False):
     """The plan of a checkpoint and its quantized copy at ``path``."""
     column = {"name": "checkpoint", "path": str(path), "label": "copy"}
     recipe = small_recipe(
-        tmp_path, checkpoints={"base": str(checkpoint)}, compute_dtype="bfloat16",
+        tmp_path, checkpoints={"base": str(checkpoint or whole())}, compute_dtype="bfloat16",
         quantizers=quantizers or ["bf16", column], tasks=list(TASKS),
     )  # fmt: skip
     return plan(Recipe.load(recipe), device="cpu", show=show)
@@ -103,7 +99,7 @@ def audited(found, name="base/copy"):
         *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FORMATS),
     ],
 )
-def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_path):
+def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, tmp_path):
     found = planned(tmp_path, copies(name))
     result, model = audited(found)
     assert result.problems == ()
@@ -122,8 +118,8 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_p
 
 
 @pytest.mark.slow  # transformers compiles BitNet's layers
-def test_a_copy_of_bitnet_is_two_bits_and_rounds_inputs_to_eight(whole, tmp_path):
-    trained = changed(whole, tmp_path / "trained", nearly_ternary)
+def test_a_copy_of_bitnet_is_two_bits_and_rounds_inputs_to_eight(tmp_path):
+    trained = changed(whole(), tmp_path / "trained", nearly_ternary)
     found = planned(tmp_path, copy_of(trained, "bitnet", tmp_path / "copy"), checkpoint=trained)
     result, _ = audited(found)
     assert result.problems == ()
@@ -134,16 +130,16 @@ def test_a_copy_of_bitnet_is_two_bits_and_rounds_inputs_to_eight(whole, tmp_path
 
 @pytest.mark.parametrize("largest", [1.0, 0.2])
 def test_inputs_beyond_a_copy_s_static_scale_are_not_held_against_it(
-    largest, whole, tmp_path, monkeypatch
+    largest, tmp_path, monkeypatch
 ):
     """Inputs of o_proj may be so small that a calibrated scale clips there."""
     monkeypatch.setattr(published_copies, "LARGEST_INPUT", largest)
-    copy = copy_of(whole, "ct-nvfp4", tmp_path / "copy")
+    copy = copy_of(whole(), "ct-nvfp4", tmp_path / "copy")
     assert audited(planned(tmp_path, copy))[0].problems == ()
 
 
 def test_int8_products_are_refused_before_work_where_the_processor_s_sums_saturate(
-    copies, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
     monkeypatch.setattr("qbench.machine.cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(QbenchError, match=r"copy: torchao: int8 sums saturate .* run it on a GPU"):
@@ -152,7 +148,7 @@ def test_int8_products_are_refused_before_work_where_the_processor_s_sums_satura
 
 
 @pytest.mark.skipif(not ROUNDS_CACHES, reason="transformers 5.24 leaves such caches unquantized")
-def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(copies, tmp_path):
+def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(tmp_path):
     def add_scales(tensors):
         for name in [n for n in tensors if n.endswith(("k_proj.weight", "v_proj.weight"))]:
             scale = name.replace("_proj.weight", "_scale")
@@ -177,7 +173,7 @@ def with_cache(copy, folder, change=lambda tensors: None, **cache):
 
 
 def test_a_cache_with_one_scale_for_a_whole_sequence_is_refused_with_the_measurement(
-    copies, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
     copy = with_cache(copies("fp8-rows"), tmp_path / "copy", strategy="token", dynamic=True)
     if ROUNDS_CACHES:
@@ -190,30 +186,30 @@ def test_a_cache_with_one_scale_for_a_whole_sequence_is_refused_with_the_measure
 
 
 @pytest.mark.parametrize("name", ["ct-w8a8", pytest.param("bnb-nf4", marks=pytest.mark.slow)])
-def test_biases_and_norms_of_a_copy_are_held_against_the_original_s(name, whole, tmp_path):
-    source = with_biases(whole, tmp_path / "biased")
+def test_biases_and_norms_of_a_copy_are_held_against_the_original_s(name, tmp_path):
+    source = with_biases(whole(), tmp_path / "biased")
     copy = copy_of(source, name, tmp_path / "copy")
     assert audited(planned(tmp_path, copy, checkpoint=source))[0].problems == ()
 
     def other(tensors):
-        tensors["model.layers.1.self_attn.o_proj.bias"] *= -1
-        tensors["model.layers.2.post_attention_layernorm.weight"] *= 2
+        tensors["model.layers.0.self_attn.o_proj.bias"] *= -1
+        tensors["model.layers.1.post_attention_layernorm.weight"] *= 2
 
     found = planned(tmp_path, changed(copy, tmp_path / "other", other), checkpoint=source)
     assert audited(found)[0].problems == (
-        "model.layers.1.self_attn.o_proj.bias: 2 off the original's, as if it were another model's",
-        "model.layers.2.post_attention_layernorm.weight: 1 off the original's, as if it were "
+        "model.layers.0.self_attn.o_proj.bias: 2 off the original's, as if it were another model's",
+        "model.layers.1.post_attention_layernorm.weight: 1 off the original's, as if it were "
         "another model's",
     )
 
 
-def test_embeddings_that_are_the_lm_head_count_in_no_copy_s_bits_per_weight(whole, tmp_path):
+def test_embeddings_that_are_the_lm_head_count_in_no_copy_s_bits_per_weight(tmp_path):
     """Their matrix is in the files as ``model.embed_tokens`` alone."""
 
     def tie(tensors):
         del tensors["lm_head.weight"]
 
-    source = changed(whole, tmp_path / "tied", tie, tie_word_embeddings=True)
+    source = changed(whole(), tmp_path / "tied", tie, tie_word_embeddings=True)
     copy = copy_of(source, "fp8-rows", tmp_path / "copy")
     result, _ = audited(planned(tmp_path, copy, checkpoint=source))
     assert result.problems == ()
@@ -222,7 +218,7 @@ def test_embeddings_that_are_the_lm_head_count_in_no_copy_s_bits_per_weight(whol
 
 
 @pytest.mark.skipif(OLDER, reason="transformers before 5.23 expects packed codes")
-def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(copies, tmp_path):
+def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(tmp_path):
     """In whole bytes: compressed-tensors itself expects weights alone to be packed."""
     copy = copies("int8-rows")
     result, _ = audited(planned(tmp_path, copy))
@@ -294,13 +290,14 @@ def test_experts_that_a_library_left_alone_are_counted_as_they_are(kind, tmp_pat
     ("name", "mean"),  # bfloat16, and another attention kernel
     [("bnb-nf4", 0.1), pytest.param("ct-w8a8", 0.3, marks=pytest.mark.slow)],
 )
-def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, copies, tmp_path):
+def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, tmp_path):
     found = planned(tmp_path, copies(name))
     cell = found.cell("base/copy")
     model, tokenizer = load(cell, found), load_tokenizer(cell.checkpoint)
     ours = language_model(model, tokenizer, cell.scoring)
+    library = transformers.AutoModelForCausalLM
     theirs = HFLM(
-        pretrained=transformers.AutoModelForCausalLM.from_pretrained(copies(name), **BF16),
+        pretrained=library.from_pretrained(copies(name), **published_copies.BF16),
         tokenizer=tokenizer, batch_size=8, max_length=256, softmax_dtype="float32",
         add_bos_token=False,
     )  # fmt: skip
@@ -311,12 +308,13 @@ def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, co
     assert sum(off) / len(off) < mean
 
 
-def test_another_models_copy_fails_its_audit(nf4, tmp_path):
+def test_another_models_copy_fails_its_audit(tmp_path):
     """Of the softpick model's weights, said to be of a softmax model: the shapes are the same."""
     other = changed(
-        DEMO / "softpick", tmp_path / "other", lambda tensors: None, attn_impl="parallel_attn"
-    )
-    result, _ = audited(planned(tmp_path, nf4, checkpoint=other))
+        DEMO / "softpick", tmp_path / "other", first_blocks, attn_impl="parallel_attn",
+        num_hidden_layers=2,
+    )  # fmt: skip
+    result, _ = audited(planned(tmp_path, copies("bnb-nf4"), checkpoint=other))
     assert not result.passed
     assert any("its embeddings: 1.2 off the original's, as" in line for line in result.problems)
     assert any("weight error 1.4" in line for line in result.problems)
@@ -338,8 +336,8 @@ def swapped_words(tokenizer):
         (lambda tokenizer: tokenizer.update(pre_tokenizer=None), r"its tokenizer makes \["),
     ],
 )
-def test_a_copy_whose_tokenizer_may_cut_texts_otherwise_is_refused(nf4, tmp_path, harm, words):
-    copy = changed(nf4, tmp_path / "copy", lambda tensors: None)
+def test_a_copy_whose_tokenizer_may_cut_texts_otherwise_is_refused(tmp_path, harm, words):
+    copy = changed(copies("bnb-nf4"), tmp_path / "copy", lambda tensors: None)
     file = copy / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     merges = tokenizer["model"].get("merges")
@@ -355,8 +353,8 @@ def test_a_copy_whose_tokenizer_may_cut_texts_otherwise_is_refused(nf4, tmp_path
     assert planned(tmp_path, copy).cells
 
 
-def test_answers_are_generated_as_the_original_s(nf4, tmp_path):
-    copy = changed(nf4, tmp_path / "copy", lambda tensors: None)
+def test_answers_are_generated_as_the_original_s(tmp_path):
+    copy = changed(copies("bnb-nf4"), tmp_path / "copy", lambda tensors: None)
     other = {"repetition_penalty": 2.0, "eos_token_id": 5}
     (copy / "generation_config.json").write_text(json.dumps(other))
     found = planned(tmp_path, copy)
@@ -367,9 +365,11 @@ def test_answers_are_generated_as_the_original_s(nf4, tmp_path):
     assert copied.repetition_penalty == original.repetition_penalty
 
 
-def test_a_copy_that_computes_otherwise_with_the_same_weights_fails_its_audit(nf4, tmp_path):
+def test_a_copy_that_computes_otherwise_with_the_same_weights_fails_its_audit(tmp_path):
     rope = {"rope_theta": 500000.0, "rope_type": "default"}
-    other = changed(nf4, tmp_path / "x", lambda t: None, rope_parameters=rope, rms_norm_eps=1e-5)
+    other = changed(
+        copies("bnb-nf4"), tmp_path / "x", lambda t: None, rope_parameters=rope, rms_norm_eps=1e-5
+    )
     problems = audited(planned(tmp_path, other))[0].problems
     assert [line.split("{")[0] for line in problems] == [
         "config.json has rope_parameters ",
@@ -377,27 +377,29 @@ def test_a_copy_that_computes_otherwise_with_the_same_weights_fails_its_audit(nf
     ]
 
 
-def test_a_damaged_layer_fails_its_audit(nf4, tmp_path):
+def test_a_damaged_layer_fails_its_audit(tmp_path):
     def harm(tensors):
         tensors["model.layers.1.mlp.up_proj.weight.absmax"] *= 3
 
-    result, _ = audited(planned(tmp_path, changed(nf4, tmp_path / "harmed", harm)))
+    result, _ = audited(planned(tmp_path, changed(copies("bnb-nf4"), tmp_path / "harmed", harm)))
     assert {line.split(":")[0] for line in result.problems} == {"model.layers.1.mlp.up_proj"}
 
 
 @pytest.mark.parametrize(
     "span", [pytest.param(0.6, marks=pytest.mark.slow), 0.2]
 )  # with factors errors exceed the bound, or not
-def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span, whole, tmp_path):
-    result, _ = audited(planned(tmp_path, awq(whole, tmp_path / "awq", span=span)))
+def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span, tmp_path):
+    source = original(FOLDER / "llama")  # with two blocks alone logits would move too little
+    copy = awq(source, tmp_path / "awq", span=span)
+    result, _ = audited(planned(tmp_path, copy, checkpoint=source))
     assert result.problems == ()
     assert result.rescaled == 20  # of 28: those that a norm feeds
     assert result.weight_error < 0.16
     assert result.bits_per_weight == 4.625  # a float16 scale and a zero in 4 bits a group of 32
     if span < 0.5:
         return
-    broken = awq(whole, tmp_path / "broken", cancel=False, span=span)
-    result, _ = audited(planned(tmp_path, broken))
+    broken = awq(source, tmp_path / "broken", cancel=False, span=span)
+    result, _ = audited(planned(tmp_path, broken, checkpoint=source))
     assert result.weight_error < 0.16
     assert [line.split(":")[0] for line in result.problems] == [
         "its layers are the original's up to factors of rows and columns, and these do not cancel"
@@ -415,23 +417,21 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span
          "its files hold unquantized weights"),
     ],
 )  # fmt: skip
-def test_what_is_no_quantized_copy_is_refused_before_work_begins(
-    copies, whole, tmp_path, name, config, words
-):
-    copy = copies(name) if name else whole
+def test_what_is_no_quantized_copy_is_refused_before_work_begins(tmp_path, name, config, words):
+    copy = copies(name) if name else whole()
     with pytest.raises(QbenchError) as error:
         planned(tmp_path, changed(copy, tmp_path / "x", lambda tensors: None, **config))
     assert words in str(error.value)
 
 
-def test_keys_hold_the_files_and_not_where_they_lie(nf4, tmp_path):
+def test_keys_hold_the_files_and_not_where_they_lie(tmp_path):
     def key(folder, copy):
         folder.mkdir()
         return planned(folder, copy).cell("base/copy").key
 
-    here = key(tmp_path / "a", nf4)
-    assert here == key(tmp_path / "b", shutil.copytree(nf4, tmp_path / "moved"))
-    touched = changed(nf4, tmp_path / "touched", lambda t: t["lm_head.weight"].neg_())
+    here = key(tmp_path / "a", copies("bnb-nf4"))
+    assert here == key(tmp_path / "b", shutil.copytree(copies("bnb-nf4"), tmp_path / "moved"))
+    touched = changed(copies("bnb-nf4"), tmp_path / "touched", lambda t: t["lm_head.weight"].neg_())
     assert here != key(tmp_path / "c", touched)
 
 
@@ -506,12 +506,12 @@ def test_a_path_for_each_checkpoint_and_none_beside_others():
         )  # fmt: skip
 
 
-def test_options_alone_score_a_copy_beside_its_original_and_without_it(nf4, tmp_path, monkeypatch):
+def test_options_alone_score_a_copy_beside_its_original_and_without_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(nf4, tmp_path / "awq")
+    shutil.copytree(copies("bnb-nf4"), tmp_path / "awq")
     here = ("--definitions", DEMO / "tasks", "--data", DEMO / "data", "--device", "cpu")
     what = ("--quantized", "mine=awq", "--tasks", "demo_choice", "--limit", 2, *here)
-    base = ("--checkpoint", f"base={DEMO / 'softmax'}")
+    base = ("--checkpoint", f"base={whole()}")
     assert qbench("run", *base, *what, "--save-recipe", "kept.yaml", "--out", "both") == 0
     records = Store(tmp_path / "both").records()
     assert [record.cell for record in records] == ["base/bf16", "base/mine"]
@@ -563,7 +563,7 @@ LATER = {"other groups than stated", "scales of other shapes"} if OLDER else set
 
 
 @pytest.mark.parametrize("what", [what for what in UNUSABLE if what not in LATER])
-def test_a_copy_that_cannot_be_used_is_refused_when_it_is_loaded(what, copies, tmp_path):
+def test_a_copy_that_cannot_be_used_is_refused_when_it_is_loaded(what, tmp_path):
     name, change, config, words = UNUSABLE[what]
     if "tie_word_embeddings" not in config:
         config = {"quantization_config": quantization_config(copies(name)) | config}

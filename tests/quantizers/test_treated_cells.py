@@ -2,12 +2,17 @@
 
 import pytest
 import torch
-from quantizer_models import check, damage
+from quantizer_models import calibration, check, damage, ids, logits
 from quantizer_models import make as quantized
 from treated_models import decoder
 
+from qbench.errors import RecipeError
 from qbench.quantizers import config_of, rotation, scaled_linear
+from qbench.quantizers.hadamard import factors
+from qbench.quantizers.methods.equal_models import Rotation, SmoothQuant
+from qbench.quantizers.quantize import backend
 from qbench.quantizers.registry import settings_of
+from qbench.quantizers.rotation import hadamard_transform
 
 GPTQ = {"name": "gptq-4bit", "group_size": 16}
 WEIGHTS = {
@@ -131,3 +136,99 @@ def test_weights_are_those_of_compressed_tensors_to_the_bit(name, spread):
     tensors = scaled_linear.quantize("layer", layer, settings)
     made = scaled_linear.from_packed(layer, tensors, settings)
     assert torch.equal(made.dequantize(), expected)
+
+
+# Transformed models compute what they did: SmoothQuant and rotation, folded into weights.
+
+
+TEXT = ids(3, 2, 40)
+FOLDED = {
+    "smoothquant": SmoothQuant(),
+    "smoothquant-paper": SmoothQuant(layers=("attention", "mlp")),
+    "smoothquant-alpha": SmoothQuant(alpha=0.8, layers=("o_proj", "down_proj")),
+    "rotation": Rotation(),
+    "rotation-offline": Rotation(online=False, seed=3),
+}
+
+
+def say_nothing(what: str, done: float) -> None:
+    pass
+
+
+def calibrated(settings, model):
+    if not settings.needs_calibration:
+        return {}
+    return backend(settings).calibrate(model, settings, calibration(), say_nothing)
+
+
+def transformed(settings, model, tensors=None):
+    tensors = calibrated(settings, model) if tensors is None else tensors
+    backend(settings).transform(model, settings, tensors)
+    return model
+
+
+def relative(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(
+    ("which", "normalizer"),
+    [
+        ("llama-tied", "softmax"),
+        ("qwen3-head-norms", "softmax"),
+        ("llama-biases", "softpick"),
+        ("smollm3-without-rope", "softmax"),
+    ],
+)
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_transformed_model_gives_the_same_logits(name, which, normalizer):
+    """Within 1e-5 of their norm in float32, whose rounding alone gives about 1e-6."""
+    original = decoder(which, normalizer)
+    model = transformed(FOLDED[name], decoder(which, normalizer))
+    assert relative(logits(model, TEXT), logits(original, TEXT)) < 1e-5
+
+
+def test_smoothing_keeps_channels_that_calibration_never_reaches():
+    """A head of softpick can be silent on all text; its scale would be next to nothing."""
+    model = decoder("llama")
+    model.model.layers[1].self_attn.v_proj.weight[:12] = 0
+    scales = calibrated(SmoothQuant(), model)["model.layers.1.o_proj"]
+    assert torch.equal(scales[:12], torch.ones(12))
+    assert (scales[12:] != 1).all()
+
+
+@pytest.mark.parametrize(
+    ("outliers", "config", "words"),
+    [
+        ("smoothquant", {"model_type": "gemma2"}, "the blocks of gemma2 models .*; leave the tra"),
+        ("rotation", {"hidden_size": 50}, "hidden_size 50: no Hadamard matrix .*; leave the tra"),
+        (
+            "rotation",
+            {"hidden_size": 48, "num_attention_heads": 8},
+            "head_dim 6: .*; leave the tra",
+        ),
+        ("rotation", {"intermediate_size": 92}, "intermediate_size 92: .*; set online: false"),
+    ],
+)
+def test_what_can_be_seen_in_a_config_is_refused_before_work(outliers, config, words):
+    entry = {"activations": "int8-token", "outliers": outliers}
+    chosen = config_of(entry, compute_dtype="float32").transform
+    with pytest.raises(RecipeError, match=f"^transform: {outliers}: {words}"):
+        chosen.check({"model_type": "qwen2", **config}, "cpu")
+
+
+# Head widths, hidden and intermediate sizes of models, and small orders of each construction.
+ORDERS = [1, 2, 8, 12, 20, 28, 36, 44, 64, 148, 384, 640]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_transform_is_a_hadamard_matrix_over_the_root_of_its_order(order):
+    identity = torch.eye(order, dtype=torch.float64)
+    matrix = hadamard_transform(identity)
+    assert torch.equal((matrix * order**0.5).round().abs(), torch.ones_like(matrix))
+    torch.testing.assert_close(matrix @ matrix.T, identity, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [3, 6, 50, 92, 344, 1001])
+def test_orders_without_a_known_matrix_are_none(order):
+    assert factors(order) is None

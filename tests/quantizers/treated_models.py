@@ -3,26 +3,11 @@
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from quantizer_models import SIZES
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, SmolLM3Config
 
 from qbench.attention.transformers import set_attention
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 WIDE_HEADS = {"head_dim": 16}  # times four heads: 64, not the hidden size
 CONFIGS = {
@@ -37,9 +22,7 @@ CONFIGS = {
 }
 
 
-def decoder(
-    which: str, normalizer: str = "softmax", *, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def decoder(which: str, normalizer: str = "softmax", *, dtype=torch.float32) -> Any:
     """Random weights. Norms' weights and biases are far from 1 and 0, and four channels of the
     residual stream are thirty times the others."""
     draw = torch.Generator().manual_seed(0)

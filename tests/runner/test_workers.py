@@ -92,7 +92,6 @@ def test_a_fork_server_that_dies_while_a_process_starts_breaks_that_call_alone(m
 
 def test_processes_start_where_the_path_of_temporary_files_is_long(monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 120)
-    monkeypatch.setattr("qbench.runner.workers.PRELOAD", "qbench.progress")  # imports no torch
     with Workers([0], device="cpu") as executor:
         assert executor.submit(abs, -3).result(timeout=PATIENCE) == 3
 
@@ -141,7 +140,6 @@ def test_processes_share_the_cores_draw_their_own_numbers_and_keep_their_errors(
 
 def test_more_processes_share_a_gpu_whose_memory_holds_more_cells(monkeypatch):
     monkeypatch.setattr("qbench.runner.workers.cells_per_gpu", lambda gib, gpus: 2 * gpus)
-    monkeypatch.setattr("qbench.runner.workers.PRELOAD", "qbench.progress")  # imports no torch
     with Workers([0, 1], device="cuda") as executor:  # no GPU is asked for
         executor.grow(8.0, at_most=3)
         calls = [executor.submit(time.sleep, 600) for _ in range(3)]
@@ -151,7 +149,6 @@ def test_more_processes_share_a_gpu_whose_memory_holds_more_cells(monkeypatch):
 
 @pytest.fixture
 def early(monkeypatch):
-    monkeypatch.setattr(workers, "PRELOAD", "qbench.progress")  # imports no torch
     start_early.cache_clear()
     start_early()
     [slot] = workers._early

@@ -149,13 +149,6 @@ def test_damage_is_against_the_unquantized_column_of_the_same_dtype(tmp_path):
     assert said in render(comparison)
 
 
-def test_a_run_without_an_unquantized_column_says_why_it_has_no_damage(tmp_path):
-    store = make_store(tmp_path, checkpoints=("mine",), quantizers=("hqq-4bit",), sizes=SIZES)
-    comparison = compare(store)
-    assert "mine/hqq-4bit: no damage: the run has no unquantized column" in render(comparison)
-    assert verdict(comparison)[0].startswith("There is no damage: the run has no unquantized col")
-
-
 @pytest.mark.parametrize("guessing", [False, True])
 def test_tasks_at_chance_are_named_and_leave_the_family(tmp_path, monkeypatch, guessing):
     store = make_store(
@@ -184,26 +177,29 @@ def test_chance_is_one_of_the_choices_and_0_without_any():
     assert result["arc_easy"] == pytest.approx(0.25, abs=0.001)  # a few have three or five choices
 
 
-def test_a_kl_divergence_that_could_not_be_had_says_why(tmp_path):
-    columns = ("bf16", "hqq-4bit")
-    store = make_store(tmp_path, checkpoints=("mine",), quantizers=columns, sizes=SIZES)
-    record = store.get(store.manifest().cells[1])
-    lost = record.model_copy(update={"damage": Unavailable(reason="the hidden states are gone")})
-    store.put(lost, store.outcomes(record), None)
-    said = render(compare(store))
-    assert "mine/hqq-4bit: no KL divergence: the hidden states are gone" in said
+FILES = {"weights": "a", "config": "b", "tokenizer": "c"}
+GONE = {"damage": Unavailable(reason="the hidden states are gone")}
 
 
-@pytest.mark.parametrize("part", ["weights", "tokenizer"])
-def test_what_differs_from_the_unquantized_cell_is_named(tmp_path, part):
-    """A changed tokenizer was called other weights."""
-    columns = ("bf16", "hqq-4bit")
+@pytest.mark.parametrize(
+    ("columns", "change", "other", "said"),
+    [
+        (("hqq-4bit",), {}, {}, "no damage: the run has no unquantized column"),
+        (("bf16", "hqq-4bit"), GONE, {}, "no KL divergence: the hidden states are gone"),
+        (("bf16", "hqq-4bit"), {}, {"weights": "d"},
+         "no damage: made from other weights than mine/bf16"),
+        (("bf16", "hqq-4bit"), {}, {"tokenizer": "d"},  # was called other weights
+         "no damage: made from another tokenizer than mine/bf16"),
+    ],
+)  # fmt: skip
+def test_why_there_is_no_damage_is_said(tmp_path, columns, change, other, said):
     store = make_store(tmp_path, checkpoints=("mine",), quantizers=columns, sizes=SIZES)
-    for number, cell in enumerate(store.manifest().cells):
-        record = store.get(cell)
-        files = {"weights": "a", "config": "b", "tokenizer": "c"}
-        files |= {part: "d"} if number else {}
+    for cell in store.manifest().cells:
+        record, files = store.get(cell), FILES | (other if cell.quantized else {})
         parts = {**record.key_parts, "weights": str(files), "checkpoint": files}
-        store.put(record.model_copy(update={"key_parts": parts}), store.outcomes(record), None)
-    other = {"weights": "other weights", "tokenizer": "another tokenizer"}[part]
-    assert f"mine/hqq-4bit: no damage: made from {other} than mine/bf16" in render(compare(store))
+        update = {"key_parts": parts, **change}
+        store.put(record.model_copy(update=update), store.outcomes(record), None)
+    comparison = compare(store)
+    assert f"mine/hqq-4bit: {said}" in render(comparison)
+    first = "There is no damage: the run has no unquantized col"
+    assert verdict(comparison)[0].startswith(first) == (len(columns) == 1)

@@ -28,26 +28,14 @@ def trained(checkpoint, **changed):
     )  # fmt: skip
 
 
-def made(folder, *, shift=None, trained=None, groups=GROUPS):
-    return make_store(
-        folder,
-        checkpoints=MEMBERS,
-        quantizers=("bf16", "gptq-2bit"),
-        sizes=SIZES,
-        shift=shift,
-        replicates=groups,
-        trained=trained,
-    )
+def made(folder, **settings):
+    common = {"checkpoints": MEMBERS, "sizes": SIZES, "replicates": GROUPS}
+    return make_store(folder, quantizers=("bf16", "gptq-2bit"), **common | settings)
 
 
 @pytest.fixture(scope="module")
-def grid(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("seeds") / "grid")
-
-
-@pytest.fixture(scope="module")
-def comparison(grid):
-    return compare(grid)
+def comparison(tmp_path_factory):
+    return compare(made(tmp_path_factory.mktemp("seeds") / "grid"))
 
 
 def test_a_line_over_seeds_has_every_trainings_score_and_their_mean(comparison):
@@ -81,7 +69,7 @@ def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
     assert "§: most of the uncertainty comes from the seeds" in render(apart)
 
 
-def test_the_csv_has_every_question(comparison, grid):
+def test_the_csv_has_every_question(comparison):
     rows = list(csv.DictReader(io.StringIO(table_files(comparison)["seeds.csv"])))
     assert {row["question"] for row in rows} == {"score", "delta", "damage", "did"}
     one = next(r for r in rows if r["question"] == "delta" and r["metric"] == "acc")
@@ -92,11 +80,7 @@ def test_the_csv_has_every_question(comparison, grid):
 
 
 def test_a_missing_cell_takes_its_line_over_seeds_away_not_the_others(tmp_path):
-    store = make_store(
-        tmp_path / "grid", checkpoints=MEMBERS, quantizers=("bf16", "gptq-2bit"), sizes=SIZES,
-        missing=("softpick.2/gptq-2bit",), replicates=GROUPS,
-    )  # fmt: skip
-    result = compare(store)
+    result = compare(made(tmp_path / "grid", missing=("softpick.2/gptq-2bit",)))
     deltas = {(s.quantizer, bool(s.of("deltas"))) for s in result.seeds}
     assert deltas == {("bf16", True), ("gptq-2bit", False)}
     assert "softpick.2/gptq-2bit: missing" in render(result)
@@ -129,11 +113,8 @@ def test_trainings_that_differ_elsewhere_are_named_below_the_table(tmp_path, mem
 def test_a_checkpoint_that_was_trained_once_is_shown_beside_the_first(tmp_path):
     """Not left out: three trainings of one kind, and one of the other."""
     names = (*GROUPS["softmax"], "softpick")
-    groups = {"softmax": GROUPS["softmax"]}
-    store = make_store(
-        tmp_path / "grid", checkpoints=names, quantizers=("bf16", "gptq-2bit"),
-        sizes={"arc_easy": 50}, replicates=groups,
-    )  # fmt: skip
+    once = {"checkpoints": names, "replicates": {"softmax": GROUPS["softmax"]}}
+    store = made(tmp_path / "grid", sizes={"arc_easy": 50}, **once)
     comparison = replace(compare(store), folder="other")
     text = table_files(comparison, ("md",))["tables.md"]
     assert text.startswith("# Results in other (recipe grid): softmax (3 trainings);")

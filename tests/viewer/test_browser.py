@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hostile_results import HOSTILE, Running, fill, texts
 from small_recipe import DEMO, qbench, small_recipe
+from viewer.conftest import HOSTILE, Running, fill, texts
 
-from qbench import viewer
 from qbench.cli.view import document_texts
 from qbench.store import Sources, Store
+from qbench.viewer import server
 from qbench.viewer.data import Results
 from qbench.viewer.server import write_site
 
 RESULTS = Path(__file__).parents[2] / "results"
-AXE = Path(viewer.__file__).parent / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
+AXE = Path(server.__file__).parent / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
 CHROMIUM = shutil.which("chromium")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs pip install playwright")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -147,17 +147,6 @@ def test_a_cell_its_audit_and_what_differs_from_another(served, page):
     page.wait_for_selector("text=out of memory")
 
 
-def test_quality_against_size_has_a_dot_a_cell(opened, page):
-    figure = page.locator("figure:has(h2:has-text('against bits'))")
-    before = figure.locator("h2").inner_text()
-    choice = page.locator("label:has-text('Quality') select")
-    choice.select_option(choice.locator("option", has_text="Acc").first.get_attribute("value"))
-    page.wait_for_url("**metric=*")
-    assert figure.locator("h2").inner_text() != before
-    figure.locator("svg path[data-href]").first.click()
-    page.wait_for_selector("h2:has-text('What ran')")
-
-
 def test_tables_sort_by_keyboard_and_are_saved(served, page):
     page.goto(f"{served.address}#view=scores")
     page.wait_for_selector(".tabulator-row")
@@ -226,7 +215,8 @@ def test_axe_finds_nothing_and_no_view_scrolls_sideways_on_a_phone(served, page,
         assert [(each["id"], each["nodes"][0]["html"]) for each in found] == []
 
 
-def test_a_chart_is_one_stop_of_the_keyboard_and_arrows_go_from_point_to_point(opened, page):
+def test_points_of_charts_and_rows_open_their_cell_by_keyboard_and_mouse(opened, page):
+    """A chart is one stop of the keyboard, and arrows go from point to point."""
     charts = page.locator(".drawing")
     assert page.locator(".drawing :is(a, [tabindex])").count() == 0
     charts.first.focus()
@@ -236,13 +226,19 @@ def test_a_chart_is_one_stop_of_the_keyboard_and_arrows_go_from_point_to_point(o
     assert says == page.locator("[data-current]").get_attribute("data-label")
     page.keyboard.press("Enter")
     page.wait_for_url("**view=cell**")
-
-
-def test_a_row_opens_where_it_is_clicked(opened, page):
-    row = page.locator(".tabulator-row", has_text="softmax/bf16")
-    cell = row.locator(".tabulator-cell").last
-    drawn = cell.element_handle()
+    page.goto(opened.address)
+    figure = page.locator("figure:has(h2:has-text('against bits'))")
+    before = figure.locator("h2").inner_text()
+    choice = page.locator("label:has-text('Quality') select")
+    choice.select_option(choice.locator("option", has_text="Acc").first.get_attribute("value"))
+    page.wait_for_url("**metric=*")
+    assert figure.locator("h2").inner_text() != before
+    figure.locator("svg path[data-href]").first.click()
+    page.wait_for_selector("h2:has-text('What ran')")
+    page.goto(opened.address)
+    cell = page.locator(".tabulator-row", has_text="softmax/bf16").locator(".tabulator-cell").last
     cell.scroll_into_view_if_needed()
+    drawn = cell.element_handle()
     page.wait_for_timeout(300)
     assert drawn.evaluate("node => node.isConnected")  # a cell drawn anew would lose a click
     cell.click()

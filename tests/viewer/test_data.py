@@ -11,8 +11,8 @@ from http import HTTPStatus
 from pathlib import Path
 
 import pytest
-from hostile_results import HOSTILE, fill
 from small_recipe import qbench
+from viewer.conftest import HOSTILE, fill
 
 from qbench.comparison.compare import compare
 from qbench.errors import ResultsError
