@@ -44,6 +44,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partialmethod
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -360,16 +361,18 @@ class Records(Generic[R]):
         table = self._arrow(record, "outcomes", read_dictionary=names).unify_dictionaries()
         if not len(table):
             return {}
-        columns = [table[name].to_numpy() for name in ("document", "value", "weight")]
         tasks, metrics = (table[name].combine_chunks() for name in names)
         codes = tasks.indices.to_numpy() * len(metrics.dictionary) + metrics.indices.to_numpy()
         order, groups = np.argsort(codes, kind="stable"), {}
-        parts = np.split(order, np.flatnonzero(np.diff(codes[order])) + 1)
-        for rows in sorted(parts, key=lambda rows: rows[0]):
-            document, value, weight = (column[rows] for column in columns)
-            if not (np.diff(document) > 0).all() and len(np.unique(document)) < len(document):
+        columns = [table[name].to_numpy()[order] for name in ("document", "value", "weight")]
+        ends = np.flatnonzero(np.diff(codes[order])) + 1
+        rising = np.diff(columns[0]) > 0
+        rising[ends - 1] = True
+        for start, end in sorted(pairwise([0, *ends, len(order)]), key=lambda ends: order[ends[0]]):
+            document, value, weight = (column[start:end] for column in columns)
+            if not rising.all() and len(np.unique(document)) < len(document):
                 raise self._listed_twice(record)
-            name = tasks[rows[0]].as_py(), metrics[rows[0]].as_py()
+            name = tasks[order[start]].as_py(), metrics[order[start]].as_py()
             groups[name] = (document, value, weight)
         return groups
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tabulate import tabulate
-
 from qbench.errors import some
 
 MINUS = "−"
@@ -117,13 +115,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) 
     """Return a Markdown table, aligned to be readable unrendered; every cell is escaped. ``align``:
     a letter per column, ``l`` for words, ``r`` for numbers."""
     assert len(align) == len(head), f"{len(align)} letters for {len(head)} columns"
-    return tabulate(
-        [[for_markdown(str(cell)) for cell in row] for row in rows],
-        headers=[for_markdown(text) for text in head],
-        tablefmt="pipe",
-        colalign=[{"l": "left", "r": "right"}[letter] for letter in align],
-        disable_numparse=True,
-    )
+    texts = [[for_markdown(str(cell)).strip() for cell in row] for row in rows]
+    texts, columns = [[for_markdown(text) for text in head], *texts], []
+    for letter, (name, *cells) in zip(align, zip(*texts, strict=True), strict=True):
+        width = max(len(name) + 2, *map(len, cells), 0)
+        line = "-" * (width + 1)
+        place = str.ljust if letter == "l" else str.rjust
+        texts_of = [f" {place(text, width)} " for text in (name, *cells)]
+        columns.append([texts_of[0], f":{line}" if letter == "l" else f"{line}:", *texts_of[1:]])
+    return "\n".join(f"|{'|'.join(row)}|" for row in zip(*columns, strict=True))
 
 
 def group_by_reason(pairs: Iterable[tuple[str, str]]) -> list[str]:

@@ -30,6 +30,15 @@ HOSTILE = {
 ALL = pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 
 
+def test_a_table_is_aligned_to_be_readable_unrendered():
+    assert table(["name", "n"], [["a", 1], ["longer name", "−20.5"]], align="lr").splitlines() == [
+        "| name        |     n |",
+        "|:------------|------:|",
+        "| a           |     1 |",
+        "| longer name | −20.5 |",
+    ]
+
+
 @ALL
 def test_markdown_has_one_cell_no_tag_and_no_link(text):
     whole = table(["name", "n"], [[text, "1"], ["other", "2"]], align="lr")

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from qbench.records import ANSWERS, PROMPT
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from qbench.records import Record
     from qbench.store import Store
 

@@ -415,10 +415,11 @@ def count_flips(
         if (before := base.get((task, metric))) is None:
             continue
         panel = Panel.of({"before": before, "after": after})
-        binary = (panel.weights == 1).all() and np.isin(panel.values, (0, 1)).all()
+        right = panel.values == 1
+        binary = (panel.weights == 1).all() and (right | (panel.values == 0)).all()
         if not (panel.documents and binary):
             continue
-        right_before, right_after = (panel.values == 1).T
+        right_before, right_after = right.T
         flips.setdefault(task, {})[metric] = Flips(
             documents=panel.documents,
             right_to_wrong=int((right_before & ~right_after).sum()),

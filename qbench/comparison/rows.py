@@ -192,7 +192,7 @@ class Row:
         return fmean(map(math.exp, effect.each) if self.ratio else effect.each)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
     """Hold all rows of one results folder and the records that they come from."""
 

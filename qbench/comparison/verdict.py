@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from qbench.comparison.losses import Losses
@@ -34,6 +35,7 @@ MOSTLY_SEEDS = "§"
 NO_INTERVAL = "¶"
 
 
+@lru_cache(maxsize=1)  # terminal and tables.md both have it
 def verdict(comparison: Comparison, *, margin: float | None = None) -> list[str]:
     """Return the answer, a few sentences per item; [] for a comparison without statistics.
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from qbench.statistics.panel import Contrasts, Floats, Scores, effective_documents
+from qbench.statistics.panel import Contrasts, Floats, Scores, effective_documents, squared_norms
 
 CONFIDENCE = 0.95
 ONE_SIDED = 2 * CONFIDENCE - 1  # confidence of an interval whose ends are one-sided 95 % bounds
@@ -331,7 +331,7 @@ def _bootstrap(
     levels = special.ndtr(NORMAL)
     quantiles = np.quantile(rounds, levels, axis=1, method="median_unbiased")
     documents, squares = len(weights), made.terms**2
-    kurtosis = np.vecdot(squares, squares) / documents / (made.stderr**2 / (documents - 1)) ** 2
+    kurtosis = squared_norms(squares) / documents / (made.stderr**2 / (documents - 1)) ** 2
     method = BootstrapT(
         estimate=made.estimate,
         stderr=made.stderr,
@@ -441,18 +441,20 @@ class _Range:
         """Return mean and variance of the values at a point of the ``path``, [estimates]."""
         tilt, rest = np.minimum(path, 1.0), np.maximum(path - 1.0, 0.0)
         end = (rest >= 1.0) | ((tilt == 1.0) & self._reached)
-        tilt, rest = np.where(end, 0.0, (tilt, rest))
+        tilt[end] = rest[end] = 0.0
         shares = 1 - tilt / self.highest * self.values
-        np.divide(self.counts, shares, out=shares, where=self.counts > 0)
-        shares[self.counts == 0] = 0.0
-        total = shares.sum(axis=0) / (1 - rest)
+        np.divide(self.counts, shares, out=shares, where=self._seen)
+        shares[~self._seen] = 0.0
+        total = np.add.reduce(shares) / (1 - rest)
         shares *= self.values
-        first = rest * self.highest + shares.sum(axis=0) / total
+        first = rest * self.highest + np.add.reduce(shares) / total
         shares *= self.values
-        second = rest * self.highest**2 + shares.sum(axis=0) / total
+        second = rest * self.highest**2 + np.add.reduce(shares) / total
         variance = np.maximum(second - first**2, 0.0)
-        return np.where(end, self.highest, first), np.where(end, 0.0, variance)
+        first[end], variance[end] = self.highest[end], 0.0
+        return first, variance
 
+    @np.errstate(divide="ignore", invalid="ignore")
     def root(self, function: Callable[[Floats], Floats], first: float | Floats) -> Floats:
         """Return the point of the path, at or after ``first``, at which the increasing ``function``
         reaches 0 (Chandrupatla 1997, Advances in Engineering Software 28: 145–149)."""
@@ -467,28 +469,25 @@ class _Range:
             old, f_old = np.where(same, old, new), np.where(same, f_old, f_new)
             new, f_new = point, value
             width = np.abs(old - new)
-            if np.all((width <= CLOSE) | (f_new == 0)):
+            if ((width <= CLOSE) | (f_new == 0)).all():
                 break
-            with np.errstate(divide="ignore", invalid="ignore"):
-                xi, phi = (new - old) / (last - old), (f_new - f_old) / (f_last - f_old)
-                bent = f_new / (f_old - f_new) * f_last / (f_old - f_last)
-                bent += (
-                    (last - new) / (old - new) * f_new / (f_last - f_new) * f_old / (f_last - f_old)
-                )
-                smooth = (phi**2 < xi) & ((1 - phi) ** 2 < 1 - xi)
-                least = np.minimum(CLOSE / 2 / width, 0.5)
-            share = np.where(smooth, np.clip(bent, least, 1 - least), 0.5)
+            xi, phi = (new - old) / (last - old), (f_new - f_old) / (f_last - f_old)
+            bent = f_new / (f_old - f_new) * f_last / (f_old - f_last)
+            bent += (last - new) / (old - new) * f_new / (f_last - f_new) * f_old / (f_last - f_old)
+            smooth = (phi**2 < xi) & ((1 - phi) ** 2 < 1 - xi)
+            least = np.minimum(CLOSE / 2 / width, 0.5)
+            share = np.where(smooth, np.minimum(np.maximum(bent, least), 1 - least), 0.5)
         return new
 
     def upper(self, z: float | Floats) -> Floats:
         """Return the largest mean within ``z`` standard errors of the observed one."""
         documents = self.counts.sum(axis=0)
-        mean = (self.values * self.counts).sum(axis=0) / documents
+        mean, errors = (self.values * self.counts).sum(axis=0) / documents, np.sqrt(documents)
 
         def excess(path: Floats) -> Floats:
             """Return mean − observed mean in units of its error, less ``z``; 0 at the bound."""
             first, variance = self.moments(path)
-            return (first - mean) * np.sqrt(documents) - z * np.sqrt(variance)
+            return (first - mean) * errors - z * np.sqrt(variance)
 
         # if all values are alike, no tilt moves the mean
         alike = np.count_nonzero(self.counts, axis=0) == 1
@@ -496,9 +495,13 @@ class _Range:
         return np.where(mean >= self.highest, self.highest, self.moments(path)[0])
 
     @cached_property
+    def _seen(self) -> NDArray:
+        return self.counts > 0
+
+    @cached_property
     def _reached(self) -> NDArray:
         """Return whether any document has the highest value."""
-        return np.any((self.counts > 0) & (self.values == self.highest), axis=0)
+        return np.any(self._seen & (self.values == self.highest), axis=0)
 
 
 def detectable_mean(

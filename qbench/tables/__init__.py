@@ -10,8 +10,6 @@ from itertools import product
 from statistics import fmean
 from textwrap import fill
 
-import pandas as pd
-
 from qbench.comparison.rows import Comparison, Row, RowValue, bits_per_weight, gib
 from qbench.comparison.verdict import about, effect_text, loss_text, margin_of, ordered, verdict
 from qbench.errors import RecipeError, shown
@@ -332,6 +330,8 @@ def printed_table(comparison: Comparison, published: str) -> list[Table]:
     """Return a list with the table of a paper's printed scores beside ours, for cells that both
     have; [] if there are none. ``published`` is a paper and the size of its models in
     ``published.csv``, such as softpick-340m. Raises RecipeError if it is unknown."""
+    import pandas as pd  # slow to import
+
     text = resources.files(__package__).joinpath("published.csv").read_text("utf-8")
     printed = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     sets = (printed.paper + "-" + printed.scale.str.lower()).str.removesuffix("-")

@@ -5,7 +5,7 @@ Laid out as the softpick paper's tables 8 to 13: one table per quantization meth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -280,12 +280,16 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
             pair, about = {base: (base,), other: (other,)}, {*about, other}
             if not seeds or not pair.keys().isdisjoint(comparison.trained_once):
                 of_pair = [each for each in shown if each[0].checkpoint in about]
-                cut = (replace(row, entries={name: row.entries[name] for name in pair})
-                       for row in rows)  # fmt: skip
-                made.append(lines(cut, pair, of_pair, notes))
+                made.append(lines((_cut(row, pair) for row in rows), pair, of_pair, notes))
                 notes = []
             about = ()
     return made
+
+
+def _cut(row: Row, checkpoints: Collection[str]) -> Row:
+    """Return ``row`` reduced to the entries and effects of ``checkpoints``."""
+    effects = {name: effect for name, effect in row.effects.items() if name[1] in checkpoints}
+    return replace(row, entries={name: row.entries[name] for name in checkpoints}, effects=effects)
 
 
 def tables_of(method: MethodLines) -> list[Table]:

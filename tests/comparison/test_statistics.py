@@ -21,6 +21,7 @@ from qbench.statistics import (
     effects,
 )
 from qbench.statistics.intervals import detectable_by_t
+from qbench.statistics.panel import UNTHREADED, error_of
 
 # Perplexities
 
@@ -141,6 +142,12 @@ def test_intervals_allow_for_documents_with_much_kl_that_a_sample_has_missed():
     kl[:2] = 0.018, 0.0096
     results = together([[rng.choice(kl, 50)] * 2 for _ in range(200)], KL_MEAN, {"new": 1})
     assert coverage_of(results, np.log(kl.mean())) >= 0.935
+
+
+def test_the_error_of_many_documents_is_summed_in_parts():
+    terms = np.random.default_rng(3).normal(size=(2, 3 * UNTHREADED + 7))
+    expected = np.sqrt((terms**2).sum(axis=1) * (1 - 1 / terms.shape[1]))
+    np.testing.assert_allclose(error_of(terms), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("aggregation", [KL_MEAN, "perplexity", "weighted_perplexity", "mean"])
