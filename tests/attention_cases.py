@@ -4,7 +4,6 @@ Independent of ``qbench.attention.reference``: whole matrices, plain exponential
 autograd. So scores must be of moderate size here.
 """
 
-import itertools
 from dataclasses import dataclass, fields
 
 import torch
@@ -155,22 +154,24 @@ def errors(case: Case, attend, dtype=torch.float32, device="cpu") -> dict[str, f
     }
 
 
-def by_kernels(case, query, key, value, given):
-    """``attend`` of :func:`errors`."""
-    from qbench.attention import kernels
+def attended(by, case, query, key, value, given):
+    """``attend`` of :func:`errors`, by the module ``by``."""
     from qbench.attention.kernels.varlen import packed_bounds
 
     settings = {"normalizer": case.normalizer, "parameters": given, "softcap": case.softcap}
     settings |= {"window": case.window, "causal": case.causal}
     if case.packed:
-        edges = torch.tensor([0, *itertools.accumulate(case.packed)], dtype=torch.int32)
-        edges = edges.to(query.device)
-        return kernels.attention(
-            query, key, value, seq_bounds=packed_bounds(edges, edges), **settings
-        )
+        edges = torch.tensor([0, *case.packed], dtype=torch.int32).cumsum(0).to(query.device)
+        settings["seq_bounds"] = packed_bounds(edges, edges)
     mask = mask_of(case)
     mask = None if mask is None else mask.to(query.device)
-    return kernels.attention(query, key, value, mask=mask, **settings)
+    return by.attention(query, key, value, mask=mask, **settings)
+
+
+def by_kernels(case, *tensors):
+    from qbench.attention import kernels
+
+    return attended(kernels, case, *tensors)
 
 
 def weights(query, key, **settings):

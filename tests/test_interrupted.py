@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, qbench, run_small, small_recipe
 
 from qbench.plan import plan
 from qbench.recipe import Recipe
@@ -53,10 +53,8 @@ def test_a_run_killed_while_it_scores_goes_on_and_loses_no_finished_cell(tmp_pat
 
 
 def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, capfd):
-    path, out = small_recipe(tmp_path), tmp_path / "out"
-    options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/fp32")
-    qbench(*options)
-    store = Store(out)
+    options, changes = ("--only", "softmax/fp32"), {"tasks": ["demo_choice"]}
+    store = run_small(tmp_path, *options, **changes)
     (first,) = store.records()
     (cell,) = [one for one in store.manifest().cells if one.cell == "softmax/fp32"]
     held = threading.Event()
@@ -70,7 +68,7 @@ def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, cap
         thread.submit(hold)
         assert held.wait(10)
         capfd.readouterr()
-        assert qbench(*options, "--force") == 0
+        run_small(tmp_path, *options, "--force", **changes)
     assert "another run computes it" in capfd.readouterr().err
     assert store.records() == [first]
 

@@ -19,9 +19,10 @@ from qbench.errors import UnavailableError
 
 
 def weights(name, scores):
-    """Of scores [M, N], as one head's."""
+    """Of scores [M, N] or [N], as one head's."""
     given = parameters(name, 1, dtype=scores.dtype)
-    return NORMALIZERS[name].weights(scores[None], parameters=given)[0]
+    rows = scores.reshape(1, -1, scores.shape[-1])
+    return NORMALIZERS[name].weights(rows, parameters=given).reshape(scores.shape)
 
 
 class Sunk(SoftmaxSink):
@@ -54,11 +55,6 @@ def test_rows_sum_to_one_and_weights_are_zero_only_where_the_object_says_so(name
     assert bool((weights(name, draw(50, 9)) == 0).any()) == chosen.sparse
 
 
-def row_weights(name, scores):
-    """Of one row of scores [N]."""
-    return weights(name, scores[None])[0]
-
-
 def test_a_masked_score_may_be_far_above_the_others():
     """As ALiBi makes keys that come later; e to such a difference is infinite."""
     scores = torch.tensor([[1.0, 2.0, 1e4]], requires_grad=True)
@@ -76,7 +72,7 @@ def test_extreme_scores_give_finite_weights_and_gradients(normalizer, scores, dt
     x = torch.linspace(-1, 1, 40, dtype=dtype)
     x = {"all negative": x - 120, "zeros": x * 0, "huge": x * 1e4, "tiny": x * 1e-30}[scores]
     x.requires_grad_()
-    w = row_weights(normalizer, x)
+    w = weights(normalizer, x)
     (gradient,) = torch.autograd.grad((w * torch.arange(40)).sum(), x)
     assert w.isfinite().all()
     assert gradient.isfinite().all()
@@ -87,8 +83,8 @@ def test_softpick_keeps_its_precision_where_all_scores_are_near_zero():
     x = torch.tensor([1e-5, -2e-5, 3e-5, -4e-5], dtype=torch.float64)
     total = torch.expm1(x).abs().sum() + EPSILON * x.max().exp()
     expected = torch.expm1(x).relu() / total
-    torch.testing.assert_close(row_weights("softpick", x), expected, rtol=1e-12, atol=0)
-    got = row_weights("softpick", x.float()).double()
+    torch.testing.assert_close(weights("softpick", x), expected, rtol=1e-12, atol=0)
+    got = weights("softpick", x.float()).double()
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 

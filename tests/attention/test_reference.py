@@ -1,6 +1,8 @@
+from functools import partial
+
 import pytest
 import torch
-from attention_cases import NORMALIZERS, QUICK, WHOLE, Case, definition, errors, inputs, mask_of
+from attention_cases import NORMALIZERS, QUICK, WHOLE, Case, attended, definition, errors, inputs
 from attention_cases import parameters as parameters_of
 from normalizer_parameters import parameters
 
@@ -8,20 +10,11 @@ from qbench.attention import kernels, reference
 from qbench.attention.kernels.varlen import packed_bounds
 
 
-def by_reference(case, query, key, value, given):
-    settings = {"normalizer": case.normalizer, "parameters": given, "softcap": case.softcap}
-    settings |= {"window": case.window, "causal": case.causal}
-    if case.packed:
-        edges = torch.tensor([0, *case.packed], dtype=torch.int32).cumsum(0)
-        settings["seq_bounds"] = packed_bounds(edges, edges)
-    return reference.attention(query, key, value, mask=mask_of(case), **settings)
-
-
 @pytest.mark.parametrize("case", [*QUICK, *WHOLE], ids=str)
 def test_output_and_gradients_are_the_papers_formulas(case, monkeypatch):
     """In float64, in chunks of few queries."""
     monkeypatch.setattr(reference, "CHUNK_SCORES", 512)
-    found = errors(case, by_reference, torch.float64)
+    found = errors(case, partial(attended, reference), torch.float64)
     lone = case.shape[4] == 1 or case.window == 1
     if lone and "softpick" not in case.normalizer:  # the weight of a single key has no gradient
         found = {name: found[name] for name in ("output", "dv")}

@@ -79,37 +79,26 @@ def choices(documents: int, seed: int = 0, task: str = "choices") -> list[Instan
     return requests
 
 
-def instance(context: str, ending: str, document: int = 0, idx: int = 0, task: str = "t"):
+def request(kind: str, arguments: tuple, document: int, idx: int, task: str) -> Instance:
     return Instance(
-        request_type="loglikelihood",
-        doc={},
-        arguments=(context, ending),
-        idx=idx,
-        metadata=(task, document, 1),
+        request_type=kind, doc={}, arguments=arguments, idx=idx, metadata=(task, document, 1)
     )
+
+
+def instance(context: str, ending: str, document: int = 0, idx: int = 0, task: str = "t"):
+    return request("loglikelihood", (context, ending), document, idx, task)
 
 
 def prompt(text: str, document: int = 0, **kwargs) -> Instance:
     """What asks for an answer of four tokens in a line, or as ``kwargs`` say."""
-    return Instance(
-        request_type="generate_until",
-        doc={},
-        arguments=(text, {"until": ["\n"], "max_gen_toks": 4} | kwargs),
-        idx=0,
-        metadata=("generation", document, 1),
-    )
+    kwargs = {"until": ["\n"], "max_gen_toks": 4} | kwargs
+    return request("generate_until", (text, kwargs), document, 0, "generation")
 
 
 def pages(words: tuple[int, ...], seed: int = 0) -> list[Instance]:
+    texts = [text(seed + i, n) if n else "" for i, n in enumerate(words)]
     return [
-        Instance(
-            request_type="loglikelihood_rolling",
-            doc={},
-            arguments=(text(seed + i, n) if n else "",),
-            idx=0,
-            metadata=("pages", i, 1),
-        )
-        for i, n in enumerate(words)
+        request("loglikelihood_rolling", (page,), i, 0, "pages") for i, page in enumerate(texts)
     ]
 
 

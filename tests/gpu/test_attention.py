@@ -54,15 +54,11 @@ def on_gpu(case):
     return {name: tensor.cuda() for name, tensor in parameters(case).items()}
 
 
-def plainly(run, *sources):
-    return run(*sources)
-
-
 def checkpointed(run, *sources):
     return torch.utils.checkpoint.checkpoint(run, *sources, use_reentrant=False)
 
 
-def step(case, tensors, given=None, call=plainly):
+def step(case, tensors, given=None, call=None):
     """Output and gradients of inputs and parameters; ``given`` are these, for a captured step."""
     *inputs, gradient = tensors
     given = on_gpu(case) if given is None else given
@@ -72,7 +68,7 @@ def step(case, tensors, given=None, call=plainly):
     def run(query, key, value, *parameters):
         return by_kernels(case, query, key, value, dict(zip(given, parameters, strict=True)))
 
-    output = call(run, *sources)
+    output = call(run, *sources) if call else run(*sources)
     return (output.detach(), *torch.autograd.grad(output, sources, gradient))
 
 
