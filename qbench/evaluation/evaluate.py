@@ -493,7 +493,7 @@ def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     ):
         samples = list(_samples(task.task, settings.limit))
     # Of a metric with two numbers per document they are value and weight: a value and its
-    # weight, or right answer and prediction (see comparison.flips). Of drawn answers the
+    # weight, or right answer and prediction (see compare.count_flips). Of drawn answers the
     # variances are added
     rows = []
     for sample in samples:
