@@ -42,7 +42,7 @@ from qbench.store import Store
 from qbench.text import NO_VALUE
 
 Name = tuple[str, str]  # task, metric
-CellMetric = tuple[str, str]
+CellMetric = tuple[str, str]  # cell, metric
 ACCURACIES = ("acc", "acc_norm")
 EffectKey = tuple[int, str, str]  # index of the row, contrast, checkpoint or group
 Columns = Mapping[str, Mapping[CellMetric, Column]]  # task → (cell, metric) → outcomes
