@@ -106,8 +106,8 @@ def scores(name, task, metric) -> pd.DataFrame:
 @lru_cache(None)
 def select(name, task, metric, checkpoint, quantizer) -> pd.DataFrame:
     rows = scores(name, task, metric)
-    names = zip(rows.checkpoint.fillna(""), rows.quantizer.fillna(""), strict=True)
-    return rows[[q == (quantizer or "") and bool(re.fullmatch(checkpoint, c)) for c, q in names]]
+    of_quantizer = rows.quantizer.isna() if quantizer is None else rows.quantizer == quantizer
+    return rows[of_quantizer & rows.checkpoint.fillna("").str.fullmatch(checkpoint)]
 
 
 def find(name, task, metric, checkpoint, quantizer=None) -> pd.Series:
