@@ -42,7 +42,7 @@ PAIRS = {  # folders that were measured on the same models
     "methods-27m": ("methods-27m", "methods-27m-made"),
     "gptq": ("gptq-library", "gptq-library-b"),
     "gptq seeds": ("gptq-seeds", "gptq-seeds-b", "gptq-seeds-c", "gptq-seeds-d"),
-    "kinds": ("kinds-27m", "kinds-27m-gate"),
+    "kinds": ("kinds-27m", "kinds-27m-gate", "kinds-27m-more"),
     "kinds answers": ("kinds-27m-answers",),
     "kinds short": ("kinds-27m-short",),
 }
@@ -57,14 +57,16 @@ BUDGETS = {
     "budget-340m": "The 340M shape, random weights",
     "budget-7b": "The 7B shape, random weights",
 }  # fmt: skip
+WEIGHTS = (("gptq", ""), ("gptq", "-columns"), ("hqq", ""), ("rtn", ""), ("rtn", "-asym"))
 PRECISION_GROUPS = {  # of kinds of attention, in the order of their page
-    "4-bit weights: GPTQ, HQQ, rounding": ("gptq-4bit", "hqq-4bit", "rtn-4bit"),
-    "3-bit weights: the same": ("gptq-3bit", "hqq-3bit", "rtn-3bit"),
-    "NVFP4, weights and activations": ("w4a4-nvfp4",),
-    "MXFP4, weights and activations": ("w4a4-mxfp4",),
-    "GPTQ 4 bits, int4 activations": ("w4a4",),
+    "4-bit weights: GPTQ, HQQ, rounding": tuple(f"{name}-4bit{end}" for name, end in WEIGHTS),
+    "3-bit weights: the same": tuple(f"{name}-3bit{end}" for name, end in WEIGHTS),
+    "NVFP4 weights, with activations or not": ("nvfp4", "w4a4-nvfp4"),
+    "MXFP4 weights, with activations or not": ("mxfp4", "w4a4-mxfp4"),
+    "int4 activations, with GPTQ 4 bits or not": ("a4", "w4a4"),
     "int8 activations, one scale": ("a8-tensor",),
     "KV cache, 4 bits": ("kv4",),
+    "KV cache, 3 bits, first 4 tokens kept or not": ("kv3", "kv3-first4"),
     "FP8": ("w8a8-fp8",),
 }
 REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
@@ -311,18 +313,24 @@ def of_kind(task, metric, kind, quantizer, decimals, scale=1) -> str:
     return ", ".join(f"{scale * one:.{decimals}f}" for one in values) or "–"
 
 
-def by_seed(kind, quantizers, task) -> str:
-    """Return "1.09, 1.16, 1.12": the KL of a kind of attention over softmax's on the text ``task``,
-    by seed, geometric mean over ``quantizers``."""
-    gaps = [kl_gaps("kinds", "", kind, quantizer=one, task=task) for one in quantizers]
-    return ", ".join(f"{math.exp(gap):.2f}" for gap in pd.concat(gaps).mean())
+def seed_gaps(kind, quantizers, *tasks, name="kinds") -> pd.Series:
+    """Return, by seed, the logarithm of the KL of a kind of attention over softmax's on the texts
+    ``tasks``, mean over ``quantizers`` and texts."""
+    cells = product(quantizers, tasks)
+    return pd.concat(
+        [kl_gaps(name, "", kind, quantizer=one, task=task) for one, task in cells]
+    ).mean()
 
 
-def over_seeds(kind, quantizers, task) -> str:
-    """Return "× 1.38 [1.20, 1.59]": the KL of a kind of attention over softmax's on the text
-    ``task``, geometric mean over ``quantizers`` and seeds, with Student's interval over seeds."""
-    gaps = [kl_gaps("kinds", "", kind, quantizer=one, task=task) for one in quantizers]
-    seeds = pd.concat(gaps).mean()
+def by_seed(*cells) -> str:
+    """Return "1.09, 1.16, 1.12": the ratios of ``seed_gaps``."""
+    return ", ".join(f"{math.exp(gap):.2f}" for gap in seed_gaps(*cells))
+
+
+def over_seeds(*cells, name="kinds") -> str:
+    """Return "× 1.38 [1.20, 1.59]": the geometric mean of the ratios of ``seed_gaps``, with
+    Student's interval over seeds."""
+    seeds = seed_gaps(*cells, name=name)
     half = t.ppf(0.975, len(seeds) - 1) * seeds.sem()
     mean, low, high = (rounded(math.exp(seeds.mean() + e), 2) for e in (0, -half, half))
     return f"× {mean} [{low}, {high}]"
@@ -357,9 +365,11 @@ def gate_share(kind, part) -> str:
 
 def answered(quantizer, column) -> list[float]:
     """Return a number of each kind's table of answers, in the order of results/kinds-27m-answers:
-    of the row ``quantizer`` the ``column``, such as "Same answer" in per cent."""
+    of the row ``quantizer`` the ``column``, such as "Same answer" in per cent; first seeds."""
     numbers = []
     for kind in dict.fromkeys(pair("kinds answers").checkpoint):
+        if not kind.endswith(".1"):  # whose answers are not kept
+            continue
         head, _, *rows = (
             [cell.strip() for cell in line.strip("|").split("|")]
             for line in table_of("kinds-27m-answers", f"Answers of {kind}").splitlines()

@@ -113,11 +113,10 @@ def read_pairs(comparison: Comparison) -> Iterator[dict[str, object]]:
 
 def read_kinds(comparison: Comparison) -> Iterator[dict[str, object]]:
     """Yield the logarithm of each kind of attention's KL over softmax's with its interval over
-    documents and seeds, by precision; without quantizer, the mean over all precisions."""
+    documents and seeds, by precision."""
     if not comparison.grid.name.startswith("kinds") or next(iter(comparison.groups)) != "softmax":
         return
-    overall = {(kind, None): effect for kind, effect in comparison.kl.overall.items()}
-    for (kind, quantizer), effect in {**comparison.kl.contrasts, **overall}.items():
+    for (kind, quantizer), effect in comparison.kl.contrasts.items():
         if isinstance(effect, Effect):
             yield {"task": "all", "metric": "kl over softmax", "quantizer": quantizer,
                    "checkpoint": kind, "difference": effect.estimate,

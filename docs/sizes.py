@@ -112,7 +112,7 @@ def draw_kinds(kinds: list[str], columns: list[str]) -> pyplot.Figure:
     others = [kind for kind in kinds if kind != "softmax"]
     rows = -(-len(others) // 3)
     figure, panels = pyplot.subplots(
-        rows, 3, figsize=(9, rows * (0.2 * len(columns) + 0.7)), sharex=True, sharey=True,
+        rows, 3, figsize=(9, rows * (0.15 * len(columns) + 0.7)), sharex=True, sharey=True,
         squeeze=False, layout="constrained",
     )  # fmt: skip
     for panel, kind in zip_longest(panels.flat, others):
