@@ -545,15 +545,16 @@ def build_ahead(
 ) -> None:
     """Build the requests of tasks that draw nothing at random and need no chat template, so that
     ``build_requests`` has them ready. ``encode`` is called with the texts of those for
-    log-likelihoods, task by task, of at most ``ENCODED_AHEAD`` together."""
+    log-likelihoods, task by task, of at most ``ENCODED_AHEAD`` together; a longer task is left out.
+    """
     left = ENCODED_AHEAD
     for task in tasks:
         if settings.chat is None and getattr(task.task, "draws_nothing", False):
             task.task.build_all_requests(limit=settings.limit, rank=0, world_size=1)
             kind = "loglikelihood"  # these ``ask`` puts together
             pairs = [each.args for each in task.task.instances if each.request_type == kind]
-            left -= len(pairs)
-            if encode is not None and pairs and left >= 0:
+            if encode is not None and 0 < len(pairs) <= left:
+                left -= len(pairs)
                 encode(pairs)
 
 

@@ -13,7 +13,13 @@ from lm_eval.tasks import TaskManager
 from scoring_models import llama, scorer, settings, text, tokenizer
 
 from qbench.errors import DataError, EvaluationError
-from qbench.evaluation.evaluate import evaluate, group_scores, load_task, rebuild_requests
+from qbench.evaluation.evaluate import (
+    build_ahead,
+    evaluate,
+    group_scores,
+    load_task,
+    rebuild_requests,
+)
 from qbench.evaluation.scoring.scorer import pinned_hflm
 from qbench.evaluation.settings import FEWSHOT_SEED, Chat
 from qbench.evaluation.tasks import expand, plan_task
@@ -241,6 +247,13 @@ def test_a_template_without_a_system_role_takes_no_instruction_or_description(fo
     with pytest.raises(EvaluationError, match="word: description: the model's chat template has"):
         evaluate(model, task, settings("exact", max_length=900, chat=chat))
     load_task.cache_clear()
+
+
+def test_a_task_too_long_to_encode_ahead_leaves_room_for_the_next(folder, monkeypatch):
+    monkeypatch.setattr("qbench.evaluation.evaluate.ENCODED_AHEAD", 10)
+    tasks, encoded = [loaded(folder, name) for name in ("zero_shot", "word")], []
+    build_ahead(tasks, settings("exact"), encoded.append)
+    assert [len(pairs) for pairs in encoded] == [7]  # of zero_shot there are 14
 
 
 def test_groups_are_scored_as_by_simple_evaluate(folder):
