@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ import pynvml
 
 from qbench import __version__
 from qbench.errors import RecipeError, UnavailableError, failure_line
-from qbench.files import GIB
+from qbench.files import GIB, file_digest
 from qbench.plugins import loaded
 from qbench.records import Environment
 
@@ -189,11 +190,13 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def version_of(name: str) -> str:
-    """Return the installed version of a distribution, or "absent"."""
+    """Return the installed version of a distribution; of a program the start of its file's SHA-256,
+    since not all tell their version; "absent" if there is neither."""
     try:
         return version(name)
     except PackageNotFoundError:
-        return "absent"
+        program = shutil.which(name)
+        return f"sha256:{file_digest(Path(program))[:16]}" if program else "absent"
 
 
 def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> Environment:

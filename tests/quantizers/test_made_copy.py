@@ -22,6 +22,7 @@ from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import QuantizationError, RecipeError, UnavailableError
 from qbench.export_model import export_model
 from qbench.files import cache_folder
+from qbench.machine import versions
 from qbench.plan import plan
 from qbench.quantizers import gguf_file
 from qbench.quantizers.calibration import Calibration, read_calibration
@@ -182,6 +183,18 @@ def test_a_mix_is_what_llama_quantize_writes(code, tmp_path, monkeypatch):
         assert [file.name for file in out.iterdir()] == ["model.gguf"]
         assert gguf_file.describe(str(out / "model.gguf"))["sizes"]["num_hidden_layers"] == 4
     assert (tmp_path / "llama-quantize.types").read_text() == "Q4_K_M\n"
+
+
+def test_the_key_of_a_mix_holds_the_program(tmp_path, monkeypatch):
+    program = tmp_path / by_llama_quantize.PROGRAM
+    monkeypatch.setenv("PATH", str(tmp_path))
+    programs = []
+    for version in "12":
+        program.write_text(f"#!/bin/sh\necho {version}\n")
+        program.chmod(0o700)
+        programs.append(versions(settings_of("gguf-q4_k_m").requirements)[program.name])
+    assert programs[0] != programs[1]
+    assert all(one.startswith("sha256:") for one in programs)
 
 
 def tensors(file):

@@ -22,6 +22,7 @@ MIXES = ("q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s")
 class GgufMix(Gguf):
     """More bits for some layers; embeddings and LM head are quantized too."""
 
+    requirements = (*Gguf.requirements, PROGRAM)
     num_bits = property(lambda self: int(self.type[1]))
     scheme = property(lambda self: f"mix {self.type}")
     blocks = (1, 32)
