@@ -24,6 +24,7 @@ from qbench.budget.choose import (
     UNQUANTIZED,
     Costs,
     column,
+    curve,
     expand,
     patterns,
     smaller_groups,
@@ -81,6 +82,10 @@ def test_the_choice_is_the_cheapest_of_all_that_fit(seed, room):
     assert bits <= budget
     assert total == pytest.approx(best, rel=1e-6)
     assert costs.from_gib(costs.gib(budget)) == pytest.approx(budget)
+    points = curve(costs, most=12.0)
+    assert len(points) > 3
+    for size, total in points:
+        assert costs.of(solve(costs, size + 1e-9)) == pytest.approx((size, total))
 
 
 @pytest.mark.parametrize("seed", range(5))

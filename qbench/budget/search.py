@@ -30,8 +30,6 @@ from qbench.store import Store
 from qbench.text import ratio as ratio_text
 from qbench.viewer.figures import COLOURS, MARKERS, STYLE, save_svg
 
-CURVE = [2.5 + step / 4 for step in range(15)]  # bits per weight, to 6
-
 
 def search(
     plan_of: Callable[[Sequence[Any]], Plan],
@@ -60,7 +58,7 @@ def search(
     sizes, ends = searched.sizes, searched.sizes.ends
     bits = {label: value if unit == "bits" else sizes.from_gib(value)
             for label, (value, unit) in budgets.items()}  # fmt: skip
-    least = choose.require_budgets(sizes, settings.values(), bits.values())
+    choose.require_budgets(sizes, settings.values(), bits.values())
     every = settings | choose.smaller_groups(sizes, settings, bits.values())
     entries = [uniform_entry(choice, choice if each.of_ends else UNQUANTIZED, ends)
                for choice, each in every.items()]  # fmt: skip
@@ -86,7 +84,7 @@ def search(
             for choice in every
         },
         "floor": costs.floor,
-        "curve": [costs.of(solve(costs, each)) for each in CURVE if each > 1.01 * least],
+        "curve": choose.curve(costs),
         "uniform": [{"label": name, "bits": columns[name]["bits"], "kl": kl[name]}
                     for name in kl if name in columns],
         "mixes": [
