@@ -75,6 +75,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 NAMED = "from qbench.quantizers import METHODS, register\nregister("
+SETTINGS = "from qbench.quantizers import WeightSettings, register, settings\n@settings\n"
 OF = "(METHODS['bnb-8bit'].settings)"
 
 
@@ -89,6 +90,10 @@ OF = "(METHODS['bnb-8bit'].settings)"
         (f"{NAMED}'../x', 'a line'){OF}\n", "have up to 64 letters[^;]*; correct the f"),
         (f"{NAMED}'a\\nb', 'a line'){OF}\n", "must have up to 64 letters"),
         (f"{NAMED}'a', 'a line', bits=4){OF}\n", r"TypeError: \w+ has no option bits, which"),
+        (
+            f"{SETTINGS}class A(WeightSettings):\n    source: str\nregister('a', 'a line')(A)\n",
+            "TypeError: A: an option cannot be called source; rename it",
+        ),
         (None, "cannot be read"),
     ],
 )

@@ -80,7 +80,7 @@ def register(template: str, description: str, **choices: Any) -> Callable[[S], S
 
     ``choices`` are options that a name fixes: a value, or a tuple of values. Each combination gets
     a name by ``template``, formatted with it, as does ``description``. Raises TypeError for an
-    option that the class does not have::
+    option that the class does not have, and for an option ``source``::
 
         @register("hqq-{num_bits}bit", "HQQ, {num_bits} bits", num_bits=(2, 3, 4, 8))
         @settings
@@ -91,6 +91,8 @@ def register(template: str, description: str, **choices: Any) -> Callable[[S], S
     def add(kind: S) -> S:
         if unknown := sorted(choices.keys() - kind.__pydantic_fields__.keys()):
             raise TypeError(f"{kind.__name__} has no option {unknown[0]}, which register() fixes")
+        if "source" in kind.__pydantic_fields__:  # in records the digest of a plug-in's file
+            raise TypeError(f"{kind.__name__}: an option cannot be called source; rename it")
         fields = {n: f for n, f in kind.__pydantic_fields__.items() if n not in {"name", *choices}}
         for combination in itertools.product(*values):
             fixed = dict(zip(choices, combination, strict=True))
