@@ -171,12 +171,19 @@ def gpu_slots(
     return [gpu for _ in range(workers or CELLS_PER_GPU) for gpu in range(count)][:at_most]
 
 
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def cells_per_gpu(gib: float, gpus: int) -> int:
     """Return how many cells run side by side on each of ``gpus`` GPUs, CELLS_PER_GPU to
     MOST_PER_GPU, by the host's cores and by the memory of a GPU, if each takes about ``gib``."""
-    cores = (os.cpu_count() or 1) // (CORES_PER_CELL * gpus)
+    by_cores = cores() // (CORES_PER_CELL * gpus)
     held = int(0.7 * memory_gib("cuda") / gib)  # shapes tell memory only roughly
-    return max(CELLS_PER_GPU, min(MOST_PER_GPU, cores, held))
+    return max(CELLS_PER_GPU, min(MOST_PER_GPU, by_cores, held))
 
 
 version = functools.cache(metadata.version)  # a distribution that is missing is looked for again

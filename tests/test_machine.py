@@ -103,7 +103,7 @@ def test_worker_processes_are_spread_over_gpus(nvml, gpus, workers, device, cell
 )
 def test_small_models_share_a_gpu_more_ways(monkeypatch, gib, gpus, cores, cells):
     monkeypatch.setattr(machine, "memory_gib", lambda device: 139.0)
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     assert machine.cells_per_gpu(gib, gpus) == cells
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from datetime import UTC, datetime
@@ -34,6 +33,7 @@ from qbench.files import cache_folder, require_folder
 from qbench.machine import (
     GIB,
     choose_device,
+    cores,
     cpu_flags,
     fast_bf16,
     gpu_slots,
@@ -375,7 +375,7 @@ def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
         return None
     rates, dtype = RATES[plan.device], cell.quantization.compute_dtype
     parameters = elements(cell.checkpoint.headers)
-    forward = 2 * parameters / (1 if plan.device == "cuda" else os.cpu_count() or 1)
+    forward = 2 * parameters / (1 if plan.device == "cuda" else cores())
     if plan.device == "cpu" and dtype != "float32":
         forward *= AMX_BF16 if "amx_bf16" in cpu_flags() else 1.0 if fast_bf16() else SLOW_BF16
     seconds = rates["fixed"] + 3 * parameters * BYTES[dtype] / GIB / DISK_RATE  # load and audit

@@ -34,6 +34,7 @@ from qbench.machine import (
     VISIBLE,
     broken_device,
     cells_per_gpu,
+    cores,
     interrupts_blocked,
     set_library_env,
 )
@@ -74,8 +75,7 @@ class Workers(Executor):
         short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
         self._forked = sys.platform == "linux" and device == "cpu" and short
         # too many threads slow each other down: a process, and its children, have a share of cores
-        cores = max(1, (os.cpu_count() or 1) // len(slots))
-        share = partial(_environment, "OMP_NUM_THREADS", str(cores))
+        share = partial(_environment, "OMP_NUM_THREADS", str(max(1, cores() // len(slots))))
         _start_tracker()
         if self._forked:  # the fork server imports in the background what workers need
             with interrupts_blocked(), share():
@@ -209,7 +209,7 @@ def start_early() -> None:
     command itself: nothing else before a cell takes as long as the process's own. Whoever calls
     this calls ``drop_early`` at the end."""
     _start_tracker()
-    share = partial(_environment, "OMP_NUM_THREADS", str((os.cpu_count() or 1) // CELLS_PER_GPU))
+    share = partial(_environment, "OMP_NUM_THREADS", str(max(1, cores() // CELLS_PER_GPU)))
     slot = _Slot(0, method="spawn", ended=threading.Event(), share=share)
     slot._pool = slot._start()
     slot._pool.submit(preload)

@@ -126,7 +126,7 @@ def own_random_number(_):
 def test_processes_share_the_cores_draw_their_own_numbers_and_keep_their_errors(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
     with Workers([1, 0], device="cuda") as executor:  # no GPU is asked for
         with pytest.raises(ValueError, match="of the call"):
             executor.submit(fail, "of the call").result(timeout=PATIENCE)
