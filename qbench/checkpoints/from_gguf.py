@@ -10,6 +10,9 @@ import functools
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +21,8 @@ from filelock import FileLock
 from qbench.errors import CheckpointError
 from qbench.files import file_digest, kept_digest
 from qbench.machine import import_transformers
+
+SECONDS_OF_SILENCE = 15.0
 
 if TYPE_CHECKING:
     from gguf import ReaderField
@@ -32,8 +37,8 @@ def dequantized_folder(file: Path, cache: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
-            print(f"{file.name}: dequantizing it into {folder.parent}, once", file=sys.stderr)
-            with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            line = f"{file.name}: dequantizing it into {folder.parent}, once"
+            with _repeated(line), tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
                 made = Path(temporary) / "made"
                 command = [sys.executable, "-m", "qbench.checkpoints.from_gguf"]
                 done = subprocess.run([*command, file, made], capture_output=True, text=True)
@@ -50,6 +55,23 @@ def dequantized_folder(file: Path, cache: Path) -> Path:
                     )
                 made.rename(folder)
     return folder
+
+
+@contextmanager
+def _repeated(line: str) -> Iterator[None]:
+    """Print ``line`` on stderr now, and again every ``SECONDS_OF_SILENCE`` while the body runs."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(SECONDS_OF_SILENCE):
+            print(line, file=sys.stderr)
+
+    print(line, file=sys.stderr)
+    threading.Thread(target=repeat).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def main(file: Path, folder: Path) -> None:

@@ -196,14 +196,17 @@ def test_why_llama_cpp_cannot_load_a_file_is_said(tmp_path):
         LlamaCpp(path, context=64, shell=None)
 
 
-def test_a_file_is_a_checkpoint_too_dequantized_once(files, monkeypatch):
-    """Named with --checkpoint, without an original. The next test starts the process."""
+def test_a_file_is_a_checkpoint_too_dequantized_once(files, monkeypatch, capsys):
+    """Named with --checkpoint, without an original. The next test starts the process. A line of
+    progress is repeated while it works."""
     done = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(from_gguf, "SECONDS_OF_SILENCE", 0.001)
     monkeypatch.setattr(
         from_gguf.subprocess, "run", lambda call, **_: (from_gguf.main(*call[-2:]), done)[1]
     )
     checkpoint = find(str(files["F32"]))
     assert checkpoint.config["model_type"] == "llama"
+    assert capsys.readouterr().err.count("dequantizing it into") > 1
     again = find(str(files["F32"]))
     assert (again.folder, again.digest) == (checkpoint.folder, checkpoint.digest)
     ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
