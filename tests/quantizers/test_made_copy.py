@@ -206,18 +206,24 @@ def by_library(maker, whole, ids, normalizer, out):
     chosen = attention_name(normalizer, "auto", DEVICE)
     attention = {} if normalizer == "softmax" else {"attn_implementation": chosen}
     if maker.package == "auto_round":
-        from auto_round import AutoRound
+        from auto_round import AutoRound, AutoScheme
+        from auto_round.schemes import QuantizationScheme
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16, **attention)
-        element = getattr(maker, "element", None)
+        tokenizer, element = AutoTokenizer.from_pretrained(whole), getattr(maker, "element", None)
+        text = {"dataset": [row[None] for row in ids], "nsamples": len(ids), "seqlen": ids.shape[1]}
         sizes = {"scheme": element.upper()} if element else {"bits": maker.num_bits,
                                                              "group_size": 64}  # fmt: skip
+        if maker.name == "autoscheme":  # which takes no token ids
+            (file := out.with_suffix(".json")).write_text(json.dumps(tokenizer.batch_decode(ids)))
+            text |= {"dataset": str(file), "seqlen": ids.shape[1] * 7 // 8}
+            options = [QuantizationScheme(bits=bits, group_size=64) for bits in (2, 3, 4, 8)]
+            scheme = {"avg_bits": maker.bits, "options": options, "nsamples": len(ids)}
+            sizes = {"scheme": AutoScheme(**scheme, seqlen=text["seqlen"])}
         library = AutoRound(
-            model, AutoTokenizer.from_pretrained(whole), **sizes, iters=maker.iters,
-            dataset=[row[None] for row in ids], nsamples=len(ids), seqlen=ids.shape[1],
-            device_map=DEVICE,
-        )  # fmt: skip
+            model, tokenizer, **sizes, **text, iters=maker.iters, device_map=DEVICE
+        )
         library.quantize_and_save(str(out), format="auto_round")
         return
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
@@ -247,6 +253,7 @@ MAKERS = [
                    marks=pytest.mark.slow) for normalizer in ("softmax", "softpick")),
     *(pytest.param(name, "softmax", {"iters": 3}, marks=pytest.mark.slow)
       for name in ("autoround-nvfp4", "autoround-mxfp4")),
+    pytest.param("autoscheme", "softmax", {"group_size": 64, "iters": 3}, marks=pytest.mark.slow),
     pytest.param("exl3-3bit", "softpick", {}, marks=pytest.mark.gpu),
     pytest.param("paroquant-4bit", "softmax", {"group_size": 64, "epochs": 1},
                  marks=pytest.mark.slow),
