@@ -287,13 +287,20 @@ def _arguments(form: QuantFormat, **more: Any) -> dict[str, Any]:
             **groups, **scale, **more}  # fmt: skip
 
 
-def _weight_arguments(weights: Any) -> tuple[str, dict[str, Any]]:
+def _packed(weights: Any, inputs: Any) -> bool:
+    """Say whether integer codes are packed into int32. Of unquantized ``inputs``, None, vLLM reads
+    no other layout of them."""
+    of_int8 = weights.method == "int8" and inputs is None
+    return of_int8 or weights.method in ("gptq", "rtn")
+
+
+def _weight_arguments(weights: Any, inputs: Any) -> tuple[str, dict[str, Any]]:
     """Return compressed-tensors' name of the storage layout, and its QuantizationArgs of
-    ``weights``."""
+    ``weights``, beside those of the inputs, or None."""
     arguments = _arguments(weights.format, dynamic=False)
     if arguments["strategy"] == "token":
         arguments["strategy"] = "channel"
-    if weights.method in ("gptq", "rtn"):
+    if _packed(weights, inputs):
         return "pack-quantized", arguments
     if weights.method in ("nvfp4", "mx"):
         return f"{weights.name}{'-pack' if weights.num_bits == 4 else ''}-quantized", arguments
@@ -326,7 +333,7 @@ def _compressed_config(
             raise UnavailableError(
                 f"{config.name}: use --weights gptq, which alone holds order: activation"
             )
-        layout, arguments = _weight_arguments(settings)
+        layout, arguments = _weight_arguments(settings, inputs)
         groups[f"group_{len(groups)}"] = {
             "targets": names if len(by_settings) > 1 else ["Linear"], "weights": arguments,
             "format": layout, "input_activations": inputs and _arguments(inputs.format),
@@ -340,12 +347,15 @@ def _compressed_config(
 def _compressed(module: nn.Module, config: QuantizationConfig) -> Tensors:
     """Return the tensors that compressed-tensors stores of a layer, by name."""
     weights = config.weights
-    if weights.method in ("gptq", "rtn"):
-        codes = unpack_codes(module.codes, module.bits, module.in_features)
+    if _packed(weights, config.activations):
+        if weights.method == "int8":
+            codes = (module.codes.short() + 128).to(torch.uint8)
+        else:
+            codes = unpack_codes(module.codes, module.bits, module.in_features)
         shape = torch.tensor([module.out_features, module.in_features])
-        stored = {"weight_packed": bitstream(codes, module.bits), "weight_scale": module.scale,
+        stored = {"weight_packed": bitstream(codes, weights.num_bits), "weight_scale": module.scale,
                   "weight_shape": shape}  # fmt: skip
-        if not weights.symmetric:
+        if not getattr(weights, "symmetric", True):
             stored["weight_zero_point"] = bitstream(module.zero.T, module.bits).T
     else:
         packed = module.codes.dtype == torch.uint8
