@@ -221,9 +221,7 @@ def by_library(maker, whole, ids, normalizer, out):
             options = [QuantizationScheme(bits=bits, group_size=64) for bits in (2, 3, 4, 8)]
             scheme = {"avg_bits": maker.bits, "options": options, "nsamples": len(ids)}
             sizes = {"scheme": AutoScheme(**scheme, seqlen=text["seqlen"])}
-        library = AutoRound(
-            model, tokenizer, **sizes, **text, iters=maker.iters, device_map=DEVICE
-        )
+        library = AutoRound(model, tokenizer, **sizes, **text, iters=maker.iters, device_map=DEVICE)
         library.quantize_and_save(str(out), format="auto_round")
         return
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
