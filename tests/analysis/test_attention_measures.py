@@ -8,16 +8,7 @@ from normalizer_parameters import parameters
 from scipy import stats
 
 from qbench.analysis import attention_weights as attention
-from qbench.analysis.attention_weights import (
-    GU_LENGTH,
-    POSITIONS,
-    Call,
-    chunks,
-    column_means,
-    column_means_gu,
-    measure_weights,
-    measures,
-)
+from qbench.analysis.attention_weights import Call, chunks, measure_weights, measures
 from qbench.analysis.hidden import LEVELS, MASSIVE_KEPT, Massive, States, counts, quantiles, summary
 from qbench.attention.normalizers import NORMALIZERS
 
@@ -38,10 +29,10 @@ CASES = [
     ("softmax", 4, 4, 97, None, 1 << 20),
     ("softmax", 4, 2, 97, None, 3000),  # several chunks, keys shared by heads
     ("softpick", 4, 4, 97, None, 3000),
-    ("softpick", 2, 1, 30, None, 1),  # shorter than GU_LENGTH, a query at a time
+    ("softpick", 2, 1, 30, None, 1),  # shorter than attention.GU_LENGTH, a query at a time
     ("softmax", 2, 2, 97, 9, 3000),
     ("softpick", 2, 2, 97, 9, 1 << 20),
-    ("softpick", 2, 2, 3, None, 1 << 20),  # fewer keys than POSITIONS
+    ("softpick", 2, 2, 3, None, 1 << 20),  # fewer keys than attention.POSITIONS
 ]
 
 
@@ -55,7 +46,7 @@ def test_sums_over_chunks_are_those_of_the_whole_matrix(
     result = measure_weights(Call(query=query, key=key, normalizer=normalizer, mask=mask))
     whole = weights_of(query, key, normalizer=normalizer, causal=mask is None, mask=mask).double()
     allowed = window_mask(length, window or length)[0, 0]
-    mass, first = whole.sum(-1), whole[..., : min(length, GU_LENGTH), :]
+    mass, first = whole.sum(-1), whole[..., : min(length, attention.GU_LENGTH), :]
     share = whole / mass[..., None]
     expected = {
         "zeros": ((whole == 0) & allowed).sum((2, 3)) / allowed.sum(), "mass": mass,
@@ -65,13 +56,13 @@ def test_sums_over_chunks_are_those_of_the_whole_matrix(
     for name, values in expected.items():
         measured = result[name].double()
         torch.testing.assert_close(measured, values.double(), rtol=1e-5, atol=1e-5, equal_nan=True)
-    keys = range(min(POSITIONS, length))
-    for means, values in (
-        (column_means(result["columns"], length), [whole[..., k].mean(-1) for k in keys]),
-        (column_means_gu(result["columns_gu"], length), [first[..., k:, k].mean(-1) for k in keys]),
-    ):
-        measured = means.double()[..., : len(keys)]
-        torch.testing.assert_close(measured, torch.stack(values, -1), rtol=1e-6, atol=1e-9)
+    keys = range(min(attention.POSITIONS, length))
+    means = attention.column_means(result["columns"], length).double()[..., : len(keys)]
+    values = torch.stack([whole[..., k].mean(-1) for k in keys], -1)
+    torch.testing.assert_close(means, values, rtol=1e-6, atol=1e-9)
+    means = attention.column_means_gu(result["columns_gu"], length).double()[..., : len(keys)]
+    values = torch.stack([first[..., k:, k].mean(-1) for k in keys], -1)
+    torch.testing.assert_close(means, values, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("normalizer", [*NORMALIZERS])

@@ -23,7 +23,7 @@ PARTS = {f"part_{i}": 40 + 5 * i for i in range(12)}
 CELL, WHOLE = "softmax/hqq-4bit", "softmax/bf16"
 
 
-def grouped(path, *, weight_by_size=True, **settings):
+def grouped(path, **settings):
     """Records with the group of all parts, as a run leaves them."""
     store = make_store(path, sizes=PARTS, quantizers=("bf16", "hqq-4bit"), **settings)
     for cell in store.manifest().cells:
@@ -33,8 +33,8 @@ def grouped(path, *, weight_by_size=True, **settings):
         values = [score.value for score in parts]
         group = GroupScore(
             group="all_parts", label="all parts", metric="acc", stderr=0.01,
-            value=float(np.average(values, weights=sizes) if weight_by_size else np.mean(values)),
-            higher_is_better=True, weight_by_size=weight_by_size, documents=sum(sizes),
+            value=float(np.average(values, weights=sizes)), higher_is_better=True,
+            weight_by_size=True, documents=sum(sizes),
             tasks=tuple(PARTS),
         )  # fmt: skip
         changed = record.model_copy(update={"groups": (group,)})

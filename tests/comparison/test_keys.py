@@ -8,27 +8,20 @@ from qbench.comparison.rows import changed_files, explanation, find_cell, key_di
 from qbench.errors import ResultsError
 from qbench.records import Flips, Unavailable
 from qbench.statistics import Column
-from qbench.store import Store
 
-SIZES = {"arc_easy": 300, "lambada_openai": 200, "wikitext": 20}
-QUANTIZERS = ("bf16", "hqq-4bit")
+GRID = {"sizes": {"arc_easy": 30}, "quantizers": ("bf16", "hqq-4bit")}
 
 
-def grid(path, **settings):
-    return make_store(path, sizes=SIZES, quantizers=QUANTIZERS, **settings)
+@pytest.fixture
+def grid(tmp_path):
+    return make_store(tmp_path / "a", **GRID)
 
 
-def test_explain_names_exactly_the_parts_that_differ(tmp_path):
-    store = grid(tmp_path / "a")
-    a, b = (store.get(store.manifest().cells[index]) for index in (0, 1))
-    assert [part for part, _, _ in key_differences(a.key_parts, b.key_parts)] == [
-        "quantizer.name",
-        "quantizer.bits",
-    ]
+def test_explain_names_exactly_the_parts_that_differ(grid):
+    a, b = (grid.get(grid.manifest().cells[index]) for index in (0, 1))
+    differing = [part for part, _, _ in key_differences(a.key_parts, b.key_parts)]
+    assert differing == ["quantizer.name", "quantizer.bits"]
     assert "quantizer.name  bf16  →  hqq-4bit" in explanation(a, b)
-
-
-def test_a_part_that_only_one_key_has_is_named():
     less, more = {"device": "cpu"}, {"device": "cpu", "calibration": {"bos": True}}
     assert key_differences(less, more) == [("calibration.bos", "(absent)", "True")]
     assert key_differences(more, less) == [("calibration.bos", "True", "(absent)")]
@@ -47,15 +40,14 @@ def test_which_files_of_a_checkpoint_differ_is_said(changed, words):
     assert changed_files(old, new) == words
 
 
-def test_a_record_is_found_by_cell_or_by_file(tmp_path, monkeypatch):
-    store = grid(tmp_path / "a")
-    record = find_cell(f"{store.directory}/softpick/hqq-4bit")[1]
+def test_a_record_is_found_by_cell_or_by_file(grid, monkeypatch):
+    record = find_cell(f"{grid.directory}/softpick/hqq-4bit")[1]
     assert record.cell == "softpick/hqq-4bit"
-    file = next(store.directory.glob("records/softpick/hqq-4bit/*.json"))
+    file = next(grid.directory.glob("records/softpick/hqq-4bit/*.json"))
     monkeypatch.chdir(file.parent)  # where its name alone says which
     for name in (str(file), file.name):
         result, same = find_cell(name)
-        assert (result.directory, same) == (store.directory, record)
+        assert (result.directory, same) == (grid.directory, record)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +58,7 @@ def test_a_record_is_found_by_cell_or_by_file(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, address, said):
     monkeypatch.chdir(tmp_path)
-    make_store(
-        Store(tmp_path / "a").directory,
-        sizes=SIZES,
-        quantizers=QUANTIZERS,
-        missing=("softmax/hqq-4bit",),
-    )
+    make_store(tmp_path / "a", missing=("softmax/hqq-4bit",), **GRID)
     with pytest.raises(ResultsError, match=said):
         find_cell(address)
 
@@ -79,9 +66,8 @@ def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, addre
 # Answers that quantization changed are counted from the outcomes of two cells.
 
 
-def outcomes(values, metric="acc", weights=None):
-    weights = [1.0] * len(values) if weights is None else weights
-    return {("t", metric): Column.of(range(len(values)), values, weights)}
+def outcomes(values, metric="acc"):
+    return {("t", metric): Column.of(range(len(values)), values, [1.0] * len(values))}
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,12 @@ import numpy as np
 import pytest
 from synthetic import make_store
 
+from qbench import records
 from qbench.comparison.compare import compare
 from qbench.comparison.losses import kl_from
 from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import ties, verdict
-from qbench.records import (
-    Damage,
-    Distributions,
-    Divergence,
-    Part,
-    Precision,
-    StoredSize,
-    TaskDamage,
-)
+from qbench.records import Part, Precision
 from qbench.statistics import Column
 from qbench.tables import WIDTH, summary
 
@@ -70,17 +63,16 @@ def test_precisions_are_ordered_and_ties_stand_together(one):
     assert ", then gptq-4bit (KL " in said
 
 
-def sized(comparison, sizes, precisions=None):
+def sized(comparison, sizes, precisions):
     """Return the comparison with these GiB and precisions, by quantizer."""
-    records = {}
+    made = {}
     for cell, record in comparison.records.items():
-        size = StoredSize(bits_per_weight=4.5, head_bits_per_weight=None,
-                          gib=sizes.get(record.quantizer, 2.0))  # fmt: skip
-        changed = {"audit": record.audit and record.audit.model_copy(update={"size": size})}
-        if record.quantizer in (precisions or {}):
-            changed["precision"] = precisions[record.quantizer]
-        records[cell] = record.model_copy(update=changed)
-    return replace(comparison, records=records)
+        size = records.StoredSize(bits_per_weight=4.5, head_bits_per_weight=None,
+                                  gib=sizes.get(record.quantizer, 2.0))  # fmt: skip
+        changed = {"audit": record.audit and record.audit.model_copy(update={"size": size}),
+                   "precision": precisions.get(record.quantizer, record.precision)}  # fmt: skip
+        made[cell] = record.model_copy(update=changed)
+    return replace(comparison, records=made)
 
 
 INT8 = Part(bits=8, scheme="int8 per token", simulated=True)
@@ -90,7 +82,11 @@ INT8 = Part(bits=8, scheme="int8 per token", simulated=True)
     ("precision", "avoided", "smallest"),
     [
         (Precision(weights=Part(bits=4, scheme="int4")), True, "rtn-4bit."),
-        (Precision(weights=INT8, activations=Part(bits=8, scheme="LLM.int8")), True, "rtn-4bit."),
+        (
+            Precision(weights=INT8, activations=Part(bits=8, scheme="LLM.int8")),
+            True,
+            "rtn-4bit.",
+        ),
         (Precision(activations=INT8), False, "rtn-4bit; with 8-bit activations gptq-4bit."),
         (Precision(kv_cache=INT8), False, "rtn-4bit; with 8-bit KV cache gptq-4bit."),
     ],
@@ -191,12 +187,6 @@ def test_kl_over_trainings_has_one_interval_over_documents_and_seeds(
     assert "base/hqq-4bit" in summary(comparison)
 
 
-def damage_of(mean):
-    spread = Divergence(mean=mean, median=mean, p90=mean, p99=mean, p99_9=mean, largest=mean)
-    distributions = Distributions(tokens=9, kl=spread, top1_agreement=0.9)
-    return Damage(tasks={"arc_easy": TaskDamage(distributions=distributions)})
-
-
 @pytest.mark.parametrize(
     ("documents", "reason"),
     [
@@ -207,8 +197,13 @@ def damage_of(mean):
 def test_without_an_interval_the_sizes_are_said_with_the_reason(three, one, documents, reason):
     """It said that the records hold no KL by document, whatever the reason was."""
 
+    levels = dict.fromkeys(("mean", "median", "p90", "p99", "p99_9", "largest"), 0.02)
+    kl = records.Divergence(**levels)
+    spread = records.Distributions(tokens=9, kl=kl, top1_agreement=0.9)
+    damage = records.Damage(tasks={"arc_easy": records.TaskDamage(distributions=spread)})
+
     def with_damage(comparison):
-        damaged = {cell: record.model_copy(update={"damage": damage_of(0.02)})
+        damaged = {cell: record.model_copy(update={"damage": damage})
                    for cell, record in comparison.records.items()}  # fmt: skip
         comparison = replace(comparison, records=damaged)
         cells = [cell.cell for cell in comparison.grid.cells if cell.quantized]

@@ -1,4 +1,4 @@
-"""Effects of all other kinds, correction for many tests, and non-inferiority."""
+"""Effects of all kinds, correction for many tests, non-inferiority; the score test."""
 
 import dataclasses
 from itertools import combinations
@@ -6,21 +6,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 from panels import FOUR, SIMULATIONS, TWO, answers, panel, together
-from scipy import stats
+from scipy import optimize, stats
 
-from qbench.statistics import (
-    KL_MEAN,
-    Column,
-    Missing,
-    Panel,
-    adjust,
-    at_level,
-    documents_for_margin,
-    documents_needed,
-    effect,
-    effects,
-)
-from qbench.statistics.intervals import detectable_by_t
+from qbench import statistics
+from qbench.statistics import KL_MEAN, Column, Panel, adjust, effect, effects
+from qbench.statistics.intervals import ScoreTest, detectable_by_t, detectable_mean
 from qbench.statistics.panel import UNTHREADED, error_of
 
 # Perplexities
@@ -127,11 +117,7 @@ def test_intervals_of_kl_cover_935_of_1000(signs, documents):
     results = together([divergences(rng, documents) for _ in range(200)], KL_MEAN, signs)
     for result in results:
         assert (result.p < 0.05) == (result.low > 0 or result.high < 0)
-    assert coverage_of(results, truth) >= 0.935 - 0.017
-
-
-def coverage_of(results, truth):
-    return np.mean([one.low <= truth <= one.high for one in results])
+    assert np.mean([one.low <= truth <= one.high for one in results]) >= 0.935 - 0.017
 
 
 def test_intervals_allow_for_documents_with_much_kl_that_a_sample_has_missed():
@@ -141,7 +127,8 @@ def test_intervals_allow_for_documents_with_much_kl_that_a_sample_has_missed():
     kl = 0.0006 * np.exp(0.7 * rng.normal(size=200))
     kl[:2] = 0.018, 0.0096
     results = together([[rng.choice(kl, 50)] * 2 for _ in range(200)], KL_MEAN, {"new": 1})
-    assert coverage_of(results, np.log(kl.mean())) >= 0.935
+    truth = np.log(kl.mean())
+    assert np.mean([one.low <= truth <= one.high for one in results]) >= 0.935
 
 
 def test_the_error_of_many_documents_is_summed_in_parts():
@@ -174,7 +161,7 @@ def test_contrasts_that_are_computed_together_are_those_of_each_alone(aggregatio
     for signs, answer in zip(contrasts, together, strict=True):
         alone = effect(Panel.of({name: columns[name] for name in signs}), signs, aggregation)
         assert type(alone) is type(answer)
-        if isinstance(alone, Missing):
+        if isinstance(alone, statistics.Missing):
             assert (answer.reason, answer.kind) == (alone.reason, alone.kind)
             assert (answer.estimate is None) == (alone.estimate is None)
             assert (answer.estimate or 0) == pytest.approx(alone.estimate or 0, abs=1e-15)
@@ -202,7 +189,7 @@ def test_contrasts_that_are_computed_together_are_those_of_each_alone(aggregatio
 def test_what_has_no_interval_says_why(aggregation, new, old, reason):
     both = panel(new, old)
     result = effect(both, TWO, aggregation)
-    assert isinstance(result, Missing)
+    assert isinstance(result, statistics.Missing)
     assert result.reason.startswith(reason)
     assert (result.estimate is not None) == ("changed" in reason or reason.startswith("1 of"))
 
@@ -265,8 +252,10 @@ def test_holm_gives_the_textbook_values_and_the_size_that_the_mark_would_show():
     assert [e.p_holm for e in result] == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert [e.mark for e in result] == ["‡", "", "", "‡"]
     assert [e.family for e in result] == [4] * 4
-    assert result[1].detectable == at_level([one], "size_at", 0.05 / 2)  # two of four are marked
-    assert result[0].detectable == at_level([one], "size_at", 0.05 / 3)
+    assert result[1].detectable == statistics.at_level(
+        [one], "size_at", 0.05 / 2
+    )  # two of four are marked
+    assert result[0].detectable == statistics.at_level([one], "size_at", 0.05 / 3)
 
 
 @pytest.mark.parametrize("seeds", [False, True])
@@ -290,9 +279,117 @@ def test_a_score_at_the_margin_passes_non_inferiority_in_5_of_100_simulations():
 
 
 def test_with_as_many_documents_as_needed_an_equal_quantizer_passes_in_80_of_100():
-    needed = documents_needed(0.03, 0.02, 400)
+    needed = statistics.documents_needed(0.03, 0.02, 400)
     se = 0.02 * np.sqrt(400 / needed)
     estimates = np.random.default_rng(15).normal(scale=se, size=20_000)
     assert np.mean(estimates + 1.645 * se < 0.03) == pytest.approx(0.80, abs=0.01)
     loss = effect(panel(*answers(np.random.default_rng(1), 400, 0.08, 0.08)), TWO, "mean")
-    assert documents_for_margin(loss, 0.03) == pytest.approx(needed, rel=0.2)
+    assert statistics.documents_for_margin(loss, 0.03) == pytest.approx(needed, rel=0.2)
+
+
+# The score test and its interval against the literature, against scipy, and in simulations.
+
+
+def counted(counts, lowest, highest):
+    """Return p and the ends of the interval of so many documents with each value."""
+    values = np.repeat(list(counts), list(counts.values())).astype(float)
+    test = score_test(values[None], highest, lowest)
+    return float(test.p()[0]), tuple(float(end[0]) for end in test.interval(0.95))
+
+
+def score_test(steps, highest, lowest=None):
+    """Return the test of steps [estimates, documents] within −``highest``, or ``lowest``, and
+    ``highest``."""
+    highest = np.broadcast_to(float(highest) if np.isscalar(highest) else highest, len(steps))
+    lowest = -highest if lowest is None else np.full(len(steps), float(lowest))
+    zeros = np.zeros(len(steps))
+    return ScoreTest.of(steps, estimate=zeros, stderr=zeros, lowest=lowest, highest=highest)
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(3, 9), (0, 5), (25, 25), (121, 59), (1, 0)])
+def test_the_p_of_changes_is_mcnemars(gained, lost):
+    expected = stats.chi2.sf((gained - lost) ** 2 / (gained + lost), 1)
+    ours, _ = counted({1: gained, 0: 57, -1: lost}, -1, 1)
+    assert ours == pytest.approx(expected, rel=1e-6)
+
+
+def closed_form(gained, lost, documents):
+    """Tango (1998) as printed there: the upper end of gained − lost, at 95 %."""
+    z = stats.norm.ppf(0.975)
+
+    def excess(gap):
+        a, c = 2 * documents, -lost * gap * (1 - gap)
+        b = -gained - lost + (2 * documents - gained + lost) * gap
+        share = (np.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)
+        spread = np.sqrt(documents * max(2 * share + gap * (1 - gap), 0.0))
+        return gained - lost - documents * gap + z * spread
+
+    return optimize.brentq(excess, (gained - lost) / documents + 1e-9, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "documents"), [(9, 4, 57), (0, 5, 33), (900, 1100, 20_000), (8, 8, 16)]
+)
+def test_the_interval_of_changes_is_tangos(gained, lost, documents):
+    _, (low, high) = counted({1: gained, 0: documents - gained - lost, -1: lost}, -1, 1)
+    assert high == pytest.approx(closed_form(gained, lost, documents), abs=1e-9)
+    assert low == pytest.approx(-closed_form(lost, gained, documents), abs=1e-9)
+
+
+@pytest.mark.parametrize(("right", "documents"), [(0, 20), (3, 20), (20, 20), (1, 500)])
+def test_the_interval_of_right_answers_is_wilsons(right, documents):
+    _, ours = counted({0: documents - right, 1: right}, 0, 1)
+    reference = stats.binomtest(right, documents).proportion_ci(0.95, method="wilson")
+    assert ours == pytest.approx((reference.low, reference.high), abs=1e-9)
+
+
+@pytest.mark.parametrize("counts", [{-2: 1, -1: 4, 0: 190, 1: 3, 2: 2}, {-2: 1, -0.3: 4, 0: 20}])
+def test_the_interval_is_the_means_that_lagrange_does_not_reject(counts):
+    _, (low, high) = counted(counts, -2, 2)
+    values, often = (np.array(part, dtype=float) for part in zip(*counts.items(), strict=True))
+    total = often.sum()
+
+    def statistic(mean):  # by the dual of the constrained likelihood, another way than ours
+        reachable = {-2.0: 0, 2.0: 0} | dict(zip(values, often, strict=True))
+        steps, counted = (np.array(part) for part in zip(*reachable.items(), strict=True))
+        ends = (-1 / (2 - mean) + 1e-12, 1 / (2 + mean) - 1e-12)
+
+        def slack(tilt):
+            return np.sum(counted * (steps - mean) / (1 + tilt * (steps - mean)))
+
+        if slack(ends[0]) * slack(ends[1]) > 0:
+            return None  # mass at an end of the range that was not seen
+        tilt = optimize.brentq(slack, *ends)
+        shares = counted / total / (1 + tilt * (steps - mean))
+        variance = np.sum(shares * steps**2) - mean**2
+        return (np.sum(often * values) / total - mean) ** 2 * total / variance
+
+    for end in (low, high):
+        if (result := statistic(end)) is not None:
+            assert result == pytest.approx(stats.chi2.ppf(0.95, 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("documents", [5, 20, 80])
+def test_interval_and_p_agree_whatever_the_values(documents):
+    rng = np.random.default_rng(documents)
+    values = rng.choice([-1.0, 0.0, 1.0], (400, documents), p=[0.1, 0.8, 0.1])
+    values[::2] *= rng.random((200, documents))
+    test = score_test(values, 1.0)
+    (low, high), p = test.interval(0.95), test.p()
+    assert np.all(((low > 0) | (high < 0) == (p < 0.05)) | (np.abs(p - 0.05) < 1e-6))
+
+
+@pytest.mark.parametrize("level", [0.05, 0.05 / 72])
+@pytest.mark.parametrize(
+    ("changed", "documents"), [(0, 200), (3, 200), (12, 200), (60, 200), (500, 5153)]
+)
+def test_what_is_called_detectable_is_found_in_80_of_100_simulations(changed, documents, level):
+    square = changed / documents
+    gap = float(detectable_mean(square, documents, reach=1.0, level=level))
+    share = max(square, gap)
+    rng = np.random.default_rng(19)
+    changes = rng.binomial(documents, share, size=20_000)
+    gained = rng.binomial(changes, (share + gap) / (2 * share))
+    z = np.abs(2 * gained - changes) / np.sqrt(np.maximum(changes, 1))
+    result = 2 * stats.norm.sf(z) < level
+    assert 0.77 <= result.mean() <= 0.87

@@ -51,10 +51,6 @@ def record_of(store: Store, cell: str):
     return store.get(next(one for one in store.manifest().cells if one.cell == cell))
 
 
-def audit_of(store: Store, cell: str):
-    return record_of(store, cell).audit
-
-
 def answered(metric: str, values, variances=None) -> CellResults:
     """A cell's ``metric`` of answers, a value per prompt, with the variance that drawing adds."""
     documents, name, one = np.arange(len(values)), (ANSWERS, metric), np.ones(len(values))

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import yaml
-from gate.conftest import audit_of, update
+from gate.conftest import record_of, update
 from small_recipe import qbench
 from synthetic import LAYERS, make_store
 
@@ -35,7 +35,7 @@ def test_the_commands_are_green_on_the_same_results_and_red_on_a_broken_quantize
     assert [run(line) for line in commands.splitlines()] == [0, 0]
     assert "## qbench check: pass" in Path("summary.md").read_text()
 
-    audit = audit_of(store, CELL)
+    audit = record_of(store, CELL).audit
     rolled = audit.modules[0].model_copy(  # one v_proj with its scales rolled by one
         update={"digest": "a" * 64, "weight_error": audit.modules[0].weight_error * 2.09}
     )

@@ -14,8 +14,7 @@ from qbench.machine import int8_problem
 from qbench.quantizers import QuantizationConfig, config_of
 from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.quantize import backend, quantize, unpack
+from qbench.quantizers.quantize import backend, quantize
 from qbench.records import Audit
 
 needs_vnni = pytest.mark.skipif(int8_problem() is not None, reason=str(int8_problem()))
@@ -84,7 +83,7 @@ def parse(name: str, stated: dict[str, Any] | None = None) -> QuantizationConfig
 def settings(name: str, **stated: object) -> QuantizationConfig:
     """Of a tiny model: groups of 32, float32."""
     chosen: dict[str, object] = {"compute_dtype": "float32", "group_size": 32}
-    if name.startswith("bnb"):
+    if not name.startswith(("rtn", "gptq", "hqq")):
         del chosen["group_size"]
     return parse(name, {**chosen, **stated})
 
@@ -126,10 +125,6 @@ def packed_layer(chosen: QuantizationConfig, layer: nn.Linear) -> nn.Module:
     functions = backend(chosen.weights)
     tensors = functions.quantize("layer", layer, chosen.weights)
     return functions.from_packed(layer, tensors, chosen.weights).eval()
-
-
-def unpacked(module: nn.Module, chosen: QuantizationConfig) -> PackedWeight:
-    return unpack(module, "", chosen.weights)
 
 
 @torch.no_grad()

@@ -255,17 +255,10 @@ def test_rows_or_scales_that_are_exchanged_within_a_layer_are_caught(tmp_path, n
 METHODS = ("rtn-4bit", "gptq-2bit", "gptq-8bit", "hqq-4bit", "bnb-4bit", "bnb-8bit", "fp8-matrix")
 
 
-def fitting(name, **more):
-    grouped = name.startswith(("rtn", "gptq", "hqq"))
-    return parse(
-        name, {"compute_dtype": "float32", **({"group_size": 32} if grouped else {}), **more}
-    )
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_weights_of_few_values_pass(tmp_path, name):
     """As zeros after an expansion by blocks, and as a ternary model's."""
-    chosen, model = fitting(name), llama()
+    chosen, model = settings(name), llama()
     layers = linears(model)
     for part in ("mlp.down_proj", "self_attn.o_proj"):
         weights = [layers[f"model.layers.{block}.{part}"].weight.data for block in (0, 1)]
@@ -285,7 +278,7 @@ def test_weights_on_the_formats_own_levels_pass_and_an_unquantized_layer_does_no
     tmp_path, name, dtype
 ):
     """As of a model whose quantized weights were written in 16 bits again."""
-    chosen = fitting(name, compute_dtype=dtype)
+    chosen = settings(name, compute_dtype=dtype)
     model = llama(dtype=getattr(torch, dtype))
     once = make(chosen, tmp_path / "once", model=copy.deepcopy(model))
     for path, layer in linears(model).items():

@@ -16,18 +16,14 @@ from torch import nn
 from qbench.quantizers import bnb
 from qbench.quantizers.methods.weight_only import BNB_BLOCK as BLOCK
 
-LAYER = "model.layers.1.mlp.up_proj"
 
-
-@pytest.fixture(params=[False, True], ids=["without AVX512-BF16", "with"])
-def either_processor(request, monkeypatch):
-    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: request.param)
-
-
-@pytest.mark.usefixtures("either_processor")
+@pytest.mark.parametrize("avx512", [False, True])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(48, 160), (64, 128)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_models_of_every_width_pass_their_audit(hidden, intermediate, dtype, tmp_path):
+def test_models_of_every_width_pass_their_audit(
+    hidden, intermediate, dtype, avx512, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: avx512)
     chosen = settings("bnb-4bit", compute_dtype=dtype)
     shape = {"hidden": hidden, "intermediate": intermediate, "dtype": getattr(torch, dtype)}
     model = make(chosen, tmp_path, model=llama(**shape))

@@ -9,13 +9,7 @@ from qbench.quantizers import fake_quant, packed
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence
-from qbench.quantizers.fake_quant import (
-    FakeQuant,
-    KVFakeQuant,
-    fake_quantize,
-    nearest,
-    scale_of_tensor,
-)
+from qbench.quantizers.fake_quant import KVFakeQuant, fake_quantize, scale_of_tensor
 from qbench.quantizers.formats import ELEMENTS, QuantFormat
 from qbench.quantizers.registry import settings_of
 
@@ -42,7 +36,7 @@ def test_layers_with_one_input_round_it_once_unless_it_is_written_to(monkeypatch
         fake_quant, "fake_quantize", lambda *a: rounded.append(fake_quantize(*a)) or rounded[-1]
     )
     form = replace(FORMATS["int8"], strategy="tensor")
-    first, second = (FakeQuant(form, {"q": None, "k": None}).hook(name) for name in "qk")
+    first, second = (fake_quant.FakeQuant(form, {"q": None, "k": None}).hook(name) for name in "qk")
     x = torch.randn(4, 16)
     (a,), (b,) = first(None, (x,)), second(None, (x,))
     assert a is b
@@ -51,12 +45,8 @@ def test_layers_with_one_input_round_it_once_unless_it_is_written_to(monkeypatch
     assert len(rounded) == 2
     assert torch.equal(c, fake_quantize(x, form))
     fixed = scale_of_tensor(torch.tensor(-1.0), torch.tensor(1.0), form)
-    (d,) = FakeQuant(form, {"q": fixed}).hook("q")(None, (x,))
+    (d,) = fake_quant.FakeQuant(form, {"q": fixed}).hook("q")(None, (x,))
     assert torch.equal(d, fake_quantize(x, form, fixed))
-
-
-def in_groups(form, size):
-    return replace(form, strategy="group", group_size=size)
 
 
 def of_tensor(form, *, dynamic=False):
@@ -102,6 +92,7 @@ def ties(rows=256, columns=384):
         ("int4", [7.5, -7.5, 0.5, 1.5, 2.5, -0.5, 3.49], [7.0, -8.0, 0.0, 2.0, 2.0, 0.0, 3.0]),
         ("int4 with a zero", [-1.0, 14.0, 0.0, 3.4, 3.6], [-1.0, 14.0, 0.0, 3.0, 4.0]),
         ("int4 with a zero", [2.0, 30.0, 0.0, 3.4, 16.9], [2.0, 30.0, 0.0, 4.0, 16.0]),
+        ("int4 with a zero", [2.0, 30.0, 3.4, 16.9], [2.0, 30.0, 4.0, 16.0]),  # as if 0 were there
     ],
 )
 def test_codes_by_hand(name, x, expected):
@@ -136,7 +127,7 @@ def test_e4m3_is_torchs_own_on_every_16_bit_pattern():
     every = (torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32)
     every = every[every.abs() <= 448]
     cast = every.to(torch.float8_e4m3fn).float()
-    assert torch.equal(nearest(every, ELEMENTS["e4m3"]), cast)
+    assert torch.equal(fake_quant.nearest(every, ELEMENTS["e4m3"]), cast)
 
 
 def test_tokens_that_stay_unquantized_are_no_part_of_the_range():
@@ -159,7 +150,9 @@ def test_mx_formats_are_torchaos(name, element, size):
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     x = draw().bfloat16()
     theirs = mx.MXTensor.to_mx(x, getattr(torch, element), size).dequantize(torch.bfloat16)
-    assert torch.equal(fake_quantize(x, in_groups(FORMATS[name], size)), theirs)
+    assert torch.equal(
+        fake_quantize(x, replace(FORMATS[name], strategy="group", group_size=size)), theirs
+    )
 
 
 @pytest.mark.parametrize("level", ["one", "two"])
@@ -186,7 +179,7 @@ def test_the_audit_decides_ties_as_the_definition_does(name, scales, dtype):
     form, x = FORMATS[name], ties().to(dtype)
     blocks = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}.get(form.scale_dtype)
     if scales == "group":
-        form = in_groups(form, blocks or 32)
+        form = replace(form, strategy="group", group_size=blocks or 32)
     elif blocks == 32 or (blocks and scales == "tensor"):
         pytest.skip("blocks have scales of their own, under a static one at most")
     else:

@@ -78,18 +78,16 @@ def gptqmodels(weight, x, chosen):
 
     stated, layer = chosen.weights, nn.Linear(*reversed(weight.shape), bias=False)
     layer.weight.data = weight.clone()
-    task = GPTQ(
-        layer,
-        qcfg=QuantizeConfig(
-            bits=stated.num_bits,
-            group_size=stated.group_size,
-            damp_percent=stated.damp,
-            desc_act=stated.desc_act,
-            act_group_aware=stated.order == "group-aware",
-            sym=stated.symmetric,
-            offload_to_disk=False,
-        ),
+    config = QuantizeConfig(
+        bits=stated.num_bits,
+        group_size=stated.group_size,
+        damp_percent=stated.damp,
+        desc_act=stated.desc_act,
+        act_group_aware=stated.order == "group-aware",
+        sym=stated.symmetric,
+        offload_to_disk=False,
     )
+    task = GPTQ(layer, qcfg=config)
     task.quantizer.configure(bits=stated.num_bits, sym=stated.symmetric, perchannel=True)
     task.add_batch(x, None)
     with torch.no_grad():

@@ -38,7 +38,6 @@ ROUNDS_CACHES = Version(transformers.__version__).release < (5, 24)
 # Earlier releases refuse one code per byte, say less of scales that do not fit, and read GPTQ's
 # groups off the file: the audit finds those right.
 OLDER = Version(transformers.__version__).release < (5, 23)
-TASKS = ("demo_choice",)
 MORE_FORMATS = (
     "bnb-int8", "torchao-int8", "ct-fp8", "ct-w4a16-asym", "ct-fp8-block", "fp8", "mxfp8", "metal",
     "gemma",
@@ -76,7 +75,7 @@ def planned(tmp_path, path, *, checkpoint=None, quantizers=None, show=False):
     column = {"name": "checkpoint", "path": str(path), "label": "copy"}
     recipe = small_recipe(
         tmp_path, checkpoints={"base": str(checkpoint or whole())}, compute_dtype="bfloat16",
-        quantizers=quantizers or ["bf16", column], tasks=list(TASKS),
+        quantizers=quantizers or ["bf16", column], tasks=["demo_choice"],
     )  # fmt: skip
     return plan(Recipe.load(recipe), device="cpu", show=show)
 

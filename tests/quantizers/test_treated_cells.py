@@ -14,20 +14,11 @@ from qbench.quantizers.quantize import backend
 from qbench.quantizers.registry import settings_of
 from qbench.quantizers.rotation import hadamard_transform
 
-GPTQ = {"name": "gptq-4bit", "group_size": 16}
-WEIGHTS = {
-    "unquantized": None,
-    "gptq": GPTQ,
-    "rtn": {"name": "rtn-4bit", "group_size": 16},
-    "hqq": {"name": "hqq-4bit", "group_size": 16},
-    "bnb": "bnb-4bit",
-}
-TRANSFORMS = {"smoothquant": "smoothquant", "rotation": {"name": "rotation", "seed": 5}}
+ROUNDED, CALIBRATED = "rtn-4bit:group_size=16+rotation:seed=5", "gptq-4bit:group_size=16"
 
 
-def quantizer(weights, outliers, activations="int8-token", dtype="float32"):
-    entry = {"weights": weights, "activations": activations, "outliers": outliers}
-    return config_of({k: v for k, v in entry.items() if v is not None}, compute_dtype=dtype)
+def quantizer(text, dtype="float32"):
+    return config_of(f"{text}+int8-token", compute_dtype=dtype)
 
 
 def make(chosen, folder, which="llama-biases", normalizer="softmax"):
@@ -41,46 +32,36 @@ def judged(chosen, model, which="llama-biases", normalizer="softmax"):
 
 
 @pytest.mark.parametrize(
-    ("weights", "outliers"),
-    [("unquantized", "rotation"), ("gptq", "smoothquant"), ("rtn", "rotation"), ("bnb", "rotation"),
-     ("hqq", "smoothquant")],
+    ("text", "which", "normalizer", "dtype"),
+    [*((text, "llama-wide", "softmax", "float32") for text in (
+        "rotation:seed=5", f"{CALIBRATED}+smoothquant", ROUNDED, "bnb-4bit+rotation:seed=5",
+        "hqq-4bit:group_size=16+smoothquant")),
+     (f"{CALIBRATED}+rotation:seed=5", "llama-tied", "softpick", "bfloat16"),
+     (f"{CALIBRATED}+smoothquant", "qwen3-head-norms", "softpick", "bfloat16")],
 )  # fmt: skip
-def test_every_weight_quantizer_passes_its_audit_on_the_treated_model(weights, outliers, tmp_path):
-    which = "llama-wide"
-    chosen = quantizer(WEIGHTS[weights], TRANSFORMS[outliers])
-    report = judged(chosen, make(chosen, tmp_path, which), which)
+def test_every_weight_quantizer_passes_its_audit_on_the_treated_model(
+    text, which, normalizer, dtype, tmp_path
+):
+    chosen = quantizer(text, dtype)
+    report = judged(chosen, make(chosen, tmp_path, which, normalizer), which, normalizer)
     assert report.problems == ()
-    assert report.coverage == (0.0 if weights == "unquantized" else 1.0)
-    assert report.treatment_error < 1e-5
+    assert report.coverage == (0.0 if chosen.weights is None else 1.0)
+    assert 0 < report.treatment_error < (1e-5 if dtype == "float32" else 0.05)
     assert report.weight_error < 0.2
 
 
-@pytest.mark.parametrize(
-    ("which", "outliers"), [("llama-tied", "rotation"), ("qwen3-head-norms", "smoothquant")]
-)
-def test_other_classes_and_tied_heads_pass_in_bfloat16(which, outliers, tmp_path):
-    chosen = quantizer(WEIGHTS["gptq"], TRANSFORMS[outliers], dtype="bfloat16")
-    report = judged(chosen, make(chosen, tmp_path, which, "softpick"), which, "softpick")
-    assert report.problems == ()
-    assert 0 < report.treatment_error < 0.05
-
-
-@pytest.mark.parametrize("part", ["norm", "head"])
+@pytest.mark.parametrize("part", ["model.layers.1.input_layernorm", "lm_head"])
 def test_a_part_that_is_not_the_treated_original_fails(part, tmp_path):
-    chosen = quantizer(WEIGHTS["rtn"], TRANSFORMS["rotation"])
+    chosen = quantizer(ROUNDED)
     model = make(chosen, tmp_path)
-    tensor = {
-        "norm": model.model.layers[1].input_layernorm.weight,
-        "head": model.lm_head.weight,
-    }[part]
-    tensor.data[0] += 0.5
+    model.get_submodule(part).weight.data[0] += 0.5
     report = judged(chosen, model)
     assert any("not what the transform" in line for line in report.problems)
 
 
 def test_a_treatment_that_changes_the_function_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(rotation, "_values", lambda *of: of[0].v_proj.weight.data.mul_(1.01))
-    chosen = quantizer(WEIGHTS["rtn"], TRANSFORMS["rotation"])
+    chosen = quantizer(ROUNDED)
     report = judged(chosen, make(chosen, tmp_path))
     assert any("the transform moved" in line for line in report.problems)
 
@@ -151,41 +132,24 @@ FOLDED = {
 }
 
 
-def say_nothing(what: str, done: float) -> None:
-    pass
-
-
 def calibrated(settings, model):
     if not settings.needs_calibration:
         return {}
-    return backend(settings).calibrate(model, settings, calibration(), say_nothing)
-
-
-def transformed(settings, model, tensors=None):
-    tensors = calibrated(settings, model) if tensors is None else tensors
-    backend(settings).transform(model, settings, tensors)
-    return model
-
-
-def relative(found, wanted):
-    return float((found - wanted).norm() / wanted.norm())
+    return backend(settings).calibrate(model, settings, calibration(), lambda *_: None)
 
 
 @pytest.mark.parametrize(
     ("which", "normalizer"),
-    [
-        ("llama-tied", "softmax"),
-        ("qwen3-head-norms", "softmax"),
-        ("llama-biases", "softpick"),
-        ("smollm3-without-rope", "softmax"),
-    ],
-)
+    [("llama-tied", "softmax"), ("qwen3-head-norms", "softmax"), ("llama-biases", "softpick"),
+     ("smollm3-without-rope", "softmax")],
+)  # fmt: skip
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_transformed_model_gives_the_same_logits(name, which, normalizer):
     """Within 1e-5 of their norm in float32, whose rounding alone gives about 1e-6."""
-    original = decoder(which, normalizer)
-    model = transformed(FOLDED[name], decoder(which, normalizer))
-    assert relative(logits(model, TEXT), logits(original, TEXT)) < 1e-5
+    chosen, model = FOLDED[name], decoder(which, normalizer)
+    before = logits(model, TEXT)
+    backend(chosen).transform(model, chosen, calibrated(chosen, model))
+    assert (logits(model, TEXT) - before).norm() / before.norm() < 1e-5
 
 
 def test_smoothing_keeps_channels_that_calibration_never_reaches():

@@ -5,7 +5,6 @@ import random
 import signal
 import time
 from concurrent.futures import BrokenExecutor
-from pathlib import Path
 
 import pytest
 from small_recipe import qbench
@@ -16,7 +15,6 @@ from qbench.runner import workers
 from qbench.runner.progress import listening
 from qbench.runner.workers import Workers, _Slot, drop_early, start_early
 
-ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 120  # seconds that make a hang: processes wait for what is imported for all of them
 
 

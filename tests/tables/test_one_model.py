@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 from synthetic import make_store
 
+from qbench import records
 from qbench.comparison.compare import chance_of_tasks, compare
 from qbench.comparison.verdict import verdict
-from qbench.records import (
-    Damage,
-    Distributions,
-    Divergence,
-    GroupScore,
-    StoredSize,
-    TaskDamage,
-    Unavailable,
-)
 from qbench.store import Store
 from qbench.tables import render, summary
 from qbench.text import MINUS
@@ -36,20 +28,20 @@ def measured(path, checkpoints=("mine",), stderr=0.002, sizes=SIZES, **settings)
         record = store.get(cell)
         more = {}
         if cell.quantized:
-            size = StoredSize(
+            size = records.StoredSize(
                 bits_per_weight=4.5, head_bits_per_weight=None, gib=cell.precision.weights.bits / 4
             )
-            kl = Divergence(
+            kl = records.Divergence(
                 mean=KL[cell.quantizer], mean_stderr=stderr, median=0, p90=0, p99=0.5, p99_9=1,
                 largest=2,
             )  # fmt: skip
-            distributions = Distributions(
+            distributions = records.Distributions(
                 tokens=100, kl=kl, top1_agreement=0.93,
             )  # fmt: skip
-            tasks = {task: TaskDamage(distributions=distributions) for task in SIZES}
+            tasks = {task: records.TaskDamage(distributions=distributions) for task in SIZES}
             audit = record.audit.model_copy(update={"size": size})
-            more = {"audit": audit, "damage": Damage(tasks=tasks)}
-        group = GroupScore(
+            more = {"audit": audit, "damage": records.Damage(tasks=tasks)}
+        group = records.GroupScore(
             group="mmlu", label="mmlu", metric="acc", value=0.3125, stderr=0.01,
             higher_is_better=True, weight_by_size=True, documents=140,
             tasks=("arc_easy", "lambada_openai"),
@@ -178,7 +170,7 @@ def test_chance_is_one_of_the_choices_and_0_without_any():
 
 
 FILES = {"weights": "a", "config": "b", "tokenizer": "c"}
-GONE = {"damage": Unavailable(reason="the hidden states are gone")}
+GONE = {"damage": records.Unavailable(reason="the hidden states are gone")}
 
 
 @pytest.mark.parametrize(

@@ -209,12 +209,10 @@ def test_the_help_is_the_page_of_methods():
         assert line.replace("`", "\\`") in script or line in script, line
 
 
-def test_view_refuses_what_is_no_results_folder(tmp_path, folder):
+def test_a_port_that_is_taken_or_a_folder_without_results_is_said_in_one_line(
+    serve, folder, tmp_path
+):
+    with pytest.raises(ResultsError, match=r"^--port \d+: .*; name another port$"):
+        server_module.Server([], port=serve(folder).server.server_port)
     with pytest.raises(ResultsError, match=r"no grid\.json here"):
         qbench("view", folder, tmp_path, "--no-browser")
-
-
-def test_a_port_that_is_taken_is_said_in_one_line(serve, folder):
-    running = serve(folder)
-    with pytest.raises(ResultsError, match=r"^--port \d+: .*; name another port$"):
-        server_module.Server([], port=running.server.server_port)
