@@ -169,3 +169,11 @@ def test_codes_are_packed_as_gptq_packs_them():
     (words,) = bitstream(codes, 3).tolist()
     whole = sum(int(code) << 3 * place for place, code in enumerate(codes[0]))
     assert [word & 0xFFFFFFFF for word in words] == [whole >> 32 * n & 0xFFFFFFFF for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("int8-row", "pack-quantized"), ("w8a8-int8", "int-quantized")]
+)
+def test_integer_weights_are_packed_unless_inputs_are_quantized_too(name, layout):
+    config = exported._compressed_config(config_of(name), ["lm_head"], ["q_proj"])
+    assert config["format"] == layout
