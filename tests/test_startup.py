@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from small_recipe import qbench, small_recipe
 from synthetic import make_store
+
+from qbench.records import RESPONSE_COLUMNS
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +34,24 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
         "baseline.make(store, out); check.check(store, out); print(*sys.modules)"
     ).split()
     assert not set(HEAVY) & set(loaded)
+
+
+def test_what_tables_load_is_imported_while_a_run_works(tmp_path):
+    store = make_store(tmp_path, sizes={"arc_easy": 30})
+    for record in store.records():
+        answers = [("arc_easy", n, 0, -1.5, True, None, None, 0) for n in range(30)]
+        responses = pd.DataFrame(answers, columns=[*RESPONSE_COLUMNS])
+        store.put(record, store.outcomes(record), responses)
+    loaded = python(
+        "import sys\n"
+        "from qbench.cli.run import import_for_tables\n"
+        "from qbench.store import Store\n"
+        "import_for_tables(); before = {*sys.modules}\n"
+        "from qbench.comparison.compare import compare\n"
+        "from qbench.tables import table_files\n"
+        f"table_files(compare(Store({str(store.directory)!r}))); print(*{{*sys.modules}} - before)"
+    ).split()
+    assert not {"pandas", "pyarrow", "pyarrow.parquet", "scipy"} & set(loaded)
 
 
 @pytest.mark.usefixtures("own_cache")

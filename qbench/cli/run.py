@@ -221,8 +221,8 @@ def _run_cells(
         if planned.calibration is not None:
             display.log(f"calibration text: {planned.calibration.path}")
         begun = datetime.now(UTC)
-        if launcher.executor is not None:  # while others work: pandas and scipy, for the tables
-            Thread(target=import_module, args=("qbench.tables",), daemon=True).start()
+        if launcher.executor is not None:  # while others work
+            Thread(target=import_for_tables, daemon=True).start()
         records = run_cells(
             planned, out=out, cells=cells, executor=launcher.executor, progress=display, force=force
         )
@@ -230,6 +230,12 @@ def _run_cells(
         took = (datetime.now(UTC) - begun).total_seconds()
         display.log(f"{made} of {len(records)} cells were run, in {took:.0f} s")
     return planned, records
+
+
+def import_for_tables() -> None:
+    """Import what the tables of a run's results need, scipy, pandas and pyarrow among it."""
+    for name in ("qbench.comparison.compare", "qbench.tables", "pandas", "pyarrow.parquet"):
+        import_module(name)
 
 
 def plan(
