@@ -36,8 +36,8 @@ NO_INTERVAL = "¶"
 
 
 @lru_cache(maxsize=1)  # terminal and tables.md both have it
-def verdict(comparison: Comparison, *, margin: float | None = None) -> list[str]:
-    """Return the answer, a few sentences per item; [] for a comparison without statistics.
+def verdict(comparison: Comparison, *, margin: float | None = None) -> tuple[str, ...]:
+    """Return the answer, a few sentences per item; () for a comparison without statistics.
 
     Of one checkpoint: its precisions in order, those to avoid, the smallest that is shown to stay
     within ``margin``. Of several: how much more quantization costs each than the baseline. Then
@@ -45,13 +45,13 @@ def verdict(comparison: Comparison, *, margin: float | None = None) -> list[str]
     fraction for accuracies, ln of the ratio for perplexities. None: 0.05 nats, 0.01, ln 1.02.
     """
     if not comparison.records:
-        return ["No cell has a record yet."]
+        return ("No cell has a record yet.",)
     if not comparison.tested:
-        return []
+        return ()
     if not comparison.quantizers:
-        return [*_unquantized(comparison)]
+        return (*_unquantized(comparison),)
     if comparison.unquantized is None:
-        return ["There is no damage: the run has no unquantized column; add one, such as bf16."]
+        return ("There is no damage: the run has no unquantized column; add one, such as bf16.",)
     losses = comparison.primary
     if not losses.means:
         name = "KL divergence" if losses.is_kl else losses.measure
@@ -61,7 +61,7 @@ def verdict(comparison: Comparison, *, margin: float | None = None) -> list[str]
         lines = [" ".join(_one_model(comparison, losses, checkpoints[0], margin))]
     else:
         lines = [_two_models(comparison, losses, group) for group in list(comparison.groups)[1:]]
-    return [*lines, *_scores(comparison)]
+    return (*lines, *_scores(comparison))
 
 
 def margin_of(losses: Losses | Row) -> float:

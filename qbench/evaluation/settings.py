@@ -77,15 +77,15 @@ def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | No
             return (
                 f"{sample.task}: fast scoring differs from exact: {what}, more than "
                 f"evaluation.tolerance.{bound} {most:g}"
-                + (f" and the {noise:.2g} of other batches" if noise else "")
+                + (f" plus {noise:.2g} for the noise of batches" if noise else "")
             )
     return None
 
 
 def bias_margin(sample: SampleDifference) -> float:
     """Return how far the bias over all documents may lie from the sample's, in nats per token: the
-    quantile of Student's t at ``CERTAINTY`` times the standard error of a sample of a finite
-    population, 0 if all were sampled, infinite for a single one."""
+    quantile of Student's t at ``CERTAINTY`` times the standard error, less for a sample of much of
+    the population; 0 if all were sampled, infinite for a single one."""
     share = sampled_share(sample)
     if share >= 1:
         return 0.0
@@ -98,9 +98,9 @@ def bias_margin(sample: SampleDifference) -> float:
 
 
 def batch_noise(sample: SampleDifference) -> float:
-    """Return by how much, with ``CERTAINTY``, the mean over all documents moves in nats per token
-    when each document's scores move as the sample's do: so do those of two correct computations, in
-    other batches, if rounding is amplified. 0 if it is not."""
+    """Return the bias in nats per token that fast and exact scores of all documents do not exceed
+    by chance, at ``CERTAINTY``, though both are correct: other batches round otherwise, and
+    documents then differ as much as the sample's do. 0 if rounding is not amplified."""
     if not sample.by_bias or sample.bias_stderr is None:
         return 0.0
     quantile = NormalDist().inv_cdf(CERTAINTY)

@@ -220,7 +220,7 @@ def test_without_an_interval_the_sizes_are_said_with_the_reason(three, one, docu
 
 def test_a_folder_without_records_or_quantized_columns_says_so(one, tmp_path):
     empty = Comparison(grid=one.grid, records={}, lines=(), tested=True)
-    assert verdict(empty) == ["No cell has a record yet."]
+    assert verdict(empty) == ("No cell has a record yet.",)
     store = make_store(tmp_path, quantizers=("bf16",), sizes={"arc_easy": 60},
                        shift={"softpick/bf16": 4.0})  # fmt: skip
     (said,) = verdict(compare(store))
