@@ -10,7 +10,6 @@ from scipy import stats
 from qbench.statistics import Missing, effect, over_seeds
 
 DOCUMENTS = 50
-SLOW = pytest.mark.slow
 
 
 def pairs(seeds):
@@ -39,7 +38,7 @@ QUICK = [(2, PARTS[0]), (3, PARTS[0]), (3, PARTS[1])]
 
 @pytest.mark.parametrize(
     ("seeds", "parts"),
-    [pytest.param(*case, marks=() if case in QUICK else SLOW)
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
      for case in itertools.product((2, 3, 4, 5), PARTS)],
 )  # fmt: skip
 def test_the_interval_covers_whichever_part_is_the_larger(seeds, parts):

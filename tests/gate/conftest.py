@@ -10,7 +10,7 @@ from synthetic import make_store
 
 from qbench.gate import baseline
 from qbench.gate.baseline import CellResults
-from qbench.gate.check import changes, check, judge
+from qbench.gate.check import changes, judge
 from qbench.gate.verdict import GateResult, Verdict, margin_of
 from qbench.metrics import LOG_MEAN
 from qbench.records import ANSWERS, Precision, Score
@@ -28,11 +28,6 @@ def changed(folder: Path, **settings) -> Store:
 
 def of(result: Verdict, cell: str, task: str | None = None) -> list[GateResult]:
     return [gate for gate in result.gates if gate.cell == cell and task in (None, gate.task)]
-
-
-def failed(store: Store, standard: Path, **settings) -> list[GateResult]:
-    """The questions that do not pass."""
-    return [one for one in check(store, standard, **settings).gates if one.outcome == "fail"]
 
 
 def update(store: Store, cell: str, **fields) -> None:
