@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import os
 import sys
 from contextlib import suppress
@@ -24,7 +23,6 @@ def main() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for setting, size in {M_MMAP_THRESHOLD: 2**26, M_TRIM_THRESHOLD: 2**28}.items():
             mallopt(setting, size)
-    gc.set_threshold(50_000)  # looking for garbage took a twentieth of the time of large tables
     try:
         from qbench.cli.app import main as command
 
