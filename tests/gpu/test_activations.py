@@ -1,9 +1,11 @@
 """Activations on CUDA: the kernel equals the definitions, and what simulating costs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from quantizer_models import PROBE, llama, make
-from test_fake_quant import FORMATS, INF, NAN, draw, equal, in_groups, of_tensor, ties
+from test_fake_quant import FORMATS, INF, NAN, draw, equal, of_tensor, ties
 
 from qbench.quantizers import config_of, fake_quant
 from qbench.quantizers import fake_quant_kernels as kernels
@@ -51,7 +53,7 @@ def test_the_kernel_is_the_definition_bit_for_bit(name, dtype, columns):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_and_the_audit_decide_ties_as_the_definition_does(name, dtype):
     size = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}.get(FORMATS[name].scale_dtype, 32)
-    x, form = ties().to(dtype), in_groups(FORMATS[name], size)
+    x, form = ties().to(dtype), replace(FORMATS[name], strategy="group", group_size=size)
     found = fake_quant.fake_quantize(x.cuda(), form)
     assert equal(found.cpu(), fake_quant.fake_quantize(x, form))
     about = ActivationEvidence(format=form)
