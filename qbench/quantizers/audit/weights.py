@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,7 +51,6 @@ LEAST_COLUMNS = 32  # of a matrix whose rows are judged one by one
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of layers' inputs
 NEARER = 0.9  # of a relative error; of rounding alone, fitted factors take off less
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
-HASHING = ThreadPoolExecutor(1, "digest")  # starts its thread at the first layer
 
 
 class Zeroed(NamedTuple):
@@ -313,7 +311,6 @@ def measure(
     """Compare the weight in the forward pass of ``module``, and its ``stored`` codes, with the
     original ``matrix`` [out, in]. ``rescales``: factors may have been moved into neighbouring
     layers."""
-    hashed = HASHING.submit(digest, stored.tensors)  # beside the device's work
     rows, columns = matrix.weight.shape
     expected, factor = matrix.weight.float(), None
     weight, size = read_weight(module, matrix, settings)
@@ -359,7 +356,7 @@ def measure(
         gain=measured["product"] / norm_squared if finite and norm_squared else None,
         levels=int(measured["levels"]),
         dead_inputs=int(measured["dead"]),
-        digest=hashed.result(),
+        digest=digest(stored.tensors),
     )
     problems = _problems(audit, measured, matrix, stored, settings)
     if error_squared == 0 and not settings.unrounded and not settings.prequantized:
