@@ -157,12 +157,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any])
         path.with_name(f"{path.name}.digest").write_text(f"{digest_of_parts(making)}\n")
 
 
-def verify_tensors(path: Path, payload: bytes | None = None) -> dict[str, Any]:
+def verify_tensors(path: Path) -> dict[str, Any]:
     """Read the whole file that ``write_tensors`` wrote, compare it with its digest and return its
-    ``about``. ``payload``: the file's bytes, if they are read already. Raises OSError or ValueError
-    if a file is missing or changed."""
+    ``about``. Raises OSError or ValueError if a file is missing or changed."""
     kept = path.with_name(f"{path.name}.digest").read_text().strip()
-    if kept != digest_of_parts(payload or path):
+    if kept != digest_of_parts(path):
         raise ValueError("its content does not match its digest")
     try:
         with safe_open(path, framework="numpy") as file:

@@ -31,6 +31,7 @@ from qbench.streaming import offload_device
 
 WIDTH = 128  # columns of a block; later columns are updated once the block is done
 TRITON = find_spec("triton") is not None  # on Linux only; without it columns take long
+HALVED = 512  # columns of a triangular matrix from which on its halves are inverted
 DAMP_STEP = 0.01  # by which damping is raised if H is singular
 
 
@@ -121,18 +122,46 @@ def _inverse_factor(hessian: Tensor, settings: Gptq, name: str) -> tuple[Tensor,
     mean = plain.mean()
     while damp < 1:
         diagonal.copy_(plain).add_(damp * mean)
-        lower, info = torch.linalg.cholesky_ex(hessian)
+        upper, info = (reverse_factor if hessian.is_cuda else _gptqmodels_factor)(hessian)
         if not int(info):
-            inverse = torch.cholesky_inverse(lower)
-            del lower
-            upper, info = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not int(info):
-                return upper, damp
+            return upper, damp
         damp += DAMP_STEP
     raise QuantizationError(
         f"{settings.name}: {name}: the Hessian is singular with damp {settings.damp:g} and more; "
         "calibrate on more samples"
     )
+
+
+def _gptqmodels_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the upper Cholesky factor of H⁻¹ [in, in] as gptqmodel computes it, to the bit, and a
+    number that is not 0 if H is singular."""
+    lower, info = torch.linalg.cholesky_ex(hessian)
+    if int(info):
+        return lower, info
+    inverse = torch.cholesky_inverse(lower)
+    del lower
+    return torch.linalg.cholesky_ex(inverse, upper=True)
+
+
+def reverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same but for last bits, as the inverse of the Cholesky factor of H in reverse
+    order: on a GPU in a fraction of the time."""
+    lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+    return _inverse(lower).flip(0, 1), info
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """Return the inverse of a lower triangular matrix, by halves, whose products are faster on a
+    GPU than solving for all columns."""
+    half = len(lower) // 2
+    if half < HALVED:
+        eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+        return torch.linalg.solve_triangular(lower, eye, upper=False)
+    result = torch.zeros_like(lower)
+    first = result[:half, :half] = _inverse(lower[:half, :half])
+    second = result[half:, half:] = _inverse(lower[half:, half:])
+    result[half:, :half] = -(second @ (lower[half:, :half] @ first))
+    return result
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

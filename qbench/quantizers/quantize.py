@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors.torch import load
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -99,12 +99,13 @@ class Artifact:
         Raises OSError or ValueError if the file is damaged."""
         if not self.path.exists():
             return None
-        # Not mapped: a mapped file could change, or end, under a running model.
-        payload = self.path.read_bytes()
-        about = verify_tensors(self.path, payload)
+        about = verify_tensors(self.path)
         if about["key"] != self.key:
             raise ValueError("it was made for another content key")
-        return {name: tensor.to(device) for name, tensor in load(payload).items()}, about["note"]
+        with safe_open(self.path, framework="pt") as file:
+            # Copied: a mapped file could change, or end, under a running model.
+            tensors = {n: file.get_tensor(n).to(device, copy=True) for n in file.keys()}  # noqa: SIM118
+        return tensors, about["note"]
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:
         """Write the tensors with ``note``, replacing an earlier artifact in one step. Raises

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_gptq import BLOCKS, block_of
+from quantizer_models import settings
+from test_gptq import BLOCKS, block_of, hessian, problem, solve
 
 from qbench.quantizers import gptq
 from qbench.quantizers.calibration import _product
@@ -16,9 +17,21 @@ def test_the_kernel_of_columns_is_the_loop_to_the_bit(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [0, 1, 5000])
-def test_products_of_16_bits_are_summed_in_float32(dtype, tokens):
-    x = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(0)).to(dtype).cuda()
+@pytest.mark.parametrize(("tokens", "width"), [(0, 96), (1, 96), (5000, 96), (300, 4100)])
+def test_products_of_16_bits_are_summed_in_float32(dtype, tokens, width):
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0)).to(dtype).cuda()
     found, wanted = _product(x), x.double().T @ x.double()
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("stated", [{}, {"desc_act": True}, {"group_size": -1}], ids=str)
+def test_codes_of_a_gpu_are_as_good_as_those_of_a_cpu(stated):
+    weight, x = problem(48, 2304)
+    chosen, moments = settings("gptq-3bit", **stated), hessian(x)
+    lost = []
+    for device in ("cpu", "cuda"):
+        found = solve(weight.to(device), moments.to(device), chosen).weight.cpu()
+        off = (found - weight).double()
+        lost.append(float(((off @ moments.double()) * off).sum()))
+    assert lost[1] == pytest.approx(lost[0], rel=0.01)

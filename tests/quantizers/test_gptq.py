@@ -148,6 +148,19 @@ def test_damping_is_raised_where_the_hessian_is_singular_and_told(tmp_path):
         solve(torch.ones(2, 64), -torch.outer(row, row), chosen)
 
 
+@pytest.mark.parametrize("columns", [64, 200, 577])
+def test_the_factor_of_a_gpu_is_gptqmodels_within_the_rounding_of_float32(columns, monkeypatch):
+    monkeypatch.setattr(gptq, "HALVED", 48)
+    moments = hessian(problem(1, columns)[1])
+    moments.diagonal().add_(0.01 * moments.diagonal().mean())
+    wanted, _ = gptq._gptqmodels_factor(moments.double())
+    for factor in (gptq.reverse_factor, gptq._gptqmodels_factor):
+        found, singular = factor(moments)
+        assert not int(singular)
+        assert (found - wanted).norm() < 1e-4 * wanted.norm()
+    assert int(gptq.reverse_factor(-moments)[1])
+
+
 # The walk over blocks
 
 
