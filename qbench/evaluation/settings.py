@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # until it tells, up to all documents, whose bias has no error: no task fails by chance. With six
 # looks a bias beyond the bound passes in at most 3 of 100 tasks.
 CERTAINTY = 0.995
+# The noise of batches adds so many times ``mean`` at most: else large errors allow themselves.
+MOST_NOISE = 2
 Bound = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]  # nats
 
 
@@ -38,7 +40,8 @@ class Tolerance:
 
     If activations or the KV cache are quantized, rounding moves values by whole steps, and two
     correct computations differ by about as much as quantization costs. Such cells are judged by the
-    mean difference with its sign alone, which ``mean`` then bounds, beyond ``batch_noise``.
+    mean difference with its sign alone, which ``mean`` then bounds, beyond ``batch_noise``, which
+    is at most twice as much.
     """
 
     mean: Bound = 0.05
@@ -70,7 +73,7 @@ def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | No
             abs(bias) + margin,
             f"its bias on the sample is {bias:+.4g} ± {margin:.2g} nats per token",
         )
-    noise = batch_noise(sample)
+    noise = batch_noise(tolerance, sample)
     for bound, (value, what) in reasons.items():
         most = getattr(tolerance, bound)
         if not value <= most + noise:  # NaN is not within it
@@ -97,14 +100,16 @@ def bias_margin(sample: SampleDifference) -> float:
     return quantile * sample.bias_stderr * math.sqrt(1 - share)
 
 
-def batch_noise(sample: SampleDifference) -> float:
+def batch_noise(tolerance: Tolerance, sample: SampleDifference) -> float:
     """Return the bias in nats per token that fast and exact scores of all documents do not exceed
     by chance, at ``CERTAINTY``, though both are correct: other batches round otherwise, and
-    documents then differ as much as the sample's do. 0 if rounding is not amplified."""
+    documents then differ as much as the sample's do. At most ``MOST_NOISE`` times the bound
+    ``mean``; 0 if rounding is not amplified."""
     if not sample.by_bias or sample.bias_stderr is None:
         return 0.0
     quantile = NormalDist().inv_cdf(CERTAINTY)
-    return quantile * sample.bias_stderr * math.sqrt(sampled_share(sample))
+    noise = quantile * sample.bias_stderr * math.sqrt(sampled_share(sample))
+    return min(noise, MOST_NOISE * tolerance.mean)
 
 
 def sampled_share(sample: SampleDifference) -> float:
@@ -115,7 +120,8 @@ def sampled_share(sample: SampleDifference) -> float:
 def undecided(tolerance: Tolerance, sample: SampleDifference) -> bool:
     """Return whether more documents may show that the bias is within its bound: this sample does
     not, but chance could explain that."""
-    bound = batch_noise(sample) + (tolerance.mean if sample.by_bias else tolerance.bias)
+    bound = tolerance.mean if sample.by_bias else tolerance.bias
+    bound += batch_noise(tolerance, sample)
     bias, margin = abs(sample.bias_per_token or 0.0), bias_margin(sample)
     return margin > 0 and bias - 2 * margin <= bound < bias + margin
 

@@ -120,6 +120,8 @@ def test_a_tightened_bound_names_task_and_bound(bounds, words):
         (True, -0.060, 0.030, 40, 40, True),  # within the noise of batches
         (True, -0.060, 0.003, 40, 40, False),
         (True, -0.060, 0.030, 40, 4000, False),
+        (True, 0.149, 0.500, 40, 40, True),
+        (True, 0.151, 0.500, 40, 40, False),  # noise adds twice the bound at most
         (True, 0.049, None, 1, 1, True),
         (True, 0.001, None, 1, 2, False),
     ],
