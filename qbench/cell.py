@@ -68,7 +68,7 @@ from qbench.quantizers.calibration import Calibration, read_calibration
 from qbench.quantizers.config import backend
 from qbench.quantizers.linear import linearize
 from qbench.quantizers.methods.library_made import LibraryMade
-from qbench.quantizers.quantize import Submit, quantize
+from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, ScoringReport, TaskDamage, TaskRecord, Unavailable
 from qbench.store import Store, Table, TaskStore, baseline_files, task_key, verify_baseline
@@ -129,20 +129,10 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
                 detail.append("over several GPUs")
         tasks = loading.result()
         result.documents = {task.name: task.digest for task in tasks}
-        writing: list[Future[None]] = []
-
-        def submit(write: Callable[[], None]) -> None:
-            if plan.device == "cuda":  # meanwhile the GPU computes
-                writing.append(thread.submit(write))
-            else:
-                write()
-
-        model = quantized(result, model, tokenizer, cache, submit)
+        model = quantized(result, model, tokenizer, cache)
         with result.stage("evaluate", shown=False):  # but each of its tasks is
             building.exception()  # waits; what cannot be built says so when its task is scored
             _Evaluation(result, tokenizer, store, cache).run(model, tasks, reuse)
-        for written in writing:
-            written.result()
 
 
 def _load_tasks(result: CellResult) -> list[LoadedTask]:
@@ -266,15 +256,14 @@ def quantized(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
-    submit: Submit,
 ) -> PreTrainedModel:
     """Return ``model`` quantized by the cell's settings, after an audit against its original, whose
     result goes into ``result``. Without an original, and for a model of lm-eval, nothing is
-    audited. Its weights are written by ``submit``. Raises AuditError if the audit fails."""
+    audited. Raises AuditError if the audit fails."""
     cell, plan = result.cell, result.plan
     original = _copy_of_original(cell, model)
     with result.stage("quantize") as detail:
-        model, how = quantized_model(cell, model, tokenizer, cache, result.advance, submit)
+        model, how = quantized_model(cell, model, tokenizer, cache, result.advance)
         detail.append(how)
     if cell.without_baseline or cell.quantization.runtime == "lm-eval":
         return model  # there is nothing to compare it with: the record is not audited
@@ -318,16 +307,11 @@ def _copy_of_original(cell: Cell, model: Any) -> PreTrainedModel | None:
 
 
 def quantized_model(
-    cell: Cell,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Path,
-    progress: Advance,
-    submit: Submit = lambda write: write(),
+    cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase, cache: Path, progress: Advance
 ) -> tuple[PreTrainedModel, str]:
     """Return ``model`` quantized, and a line for the log that says how. The quantized weights are
-    read from ``cache``, or made and kept there by ``submit(write)``. ``model`` must not be used
-    afterwards; it is returned as it is if the cell is unquantized or was loaded quantized."""
+    read from ``cache``, or made and kept there. ``model`` must not be used afterwards; it is
+    returned as it is if the cell is unquantized or was loaded quantized."""
     return quantize(
         model,
         cell.quantization,
@@ -336,7 +320,6 @@ def quantized_model(
         artifacts=cache / "artifacts",
         normalizer_source=cell.key_parts.get("normalizer source"),
         progress=progress,
-        submit=submit,
     )
 
 

@@ -12,9 +12,7 @@ note. A damaged one is detected by the digest beside it, and written again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -110,11 +108,12 @@ class Artifact:
         return tensors, about["note"]
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:
-        """Write the tensors, on the host, with ``note``, replacing an earlier artifact in one step.
-        Raises OutputError if they cannot be written."""
+        """Write the tensors with ``note``, replacing an earlier artifact in one step. Raises
+        OutputError if they cannot be written."""
         clean_temporaries(self.path.parent.parent)  # a killed process may have left GiBs
+        parts = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         try:
-            write_tensors(self.path, tensors, {"key": self.key, "parts": self.parts, "note": note})
+            write_tensors(self.path, parts, {"key": self.key, "parts": self.parts, "note": note})
         except OutputError as error:
             raise OutputError(
                 f"quantized weights are not kept: {error}, or set QBENCH_CACHE to another folder"
@@ -123,7 +122,6 @@ class Artifact:
 
 WHOLE_MODEL = "quantize_model"  # function of a backend that goes through a whole model
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
-Submit = Callable[[Callable[[], None]], Any]  # calls a function, now or in a thread
 
 
 def quantize(
@@ -135,7 +133,6 @@ def quantize(
     artifacts: Path,
     normalizer_source: str | None = None,
     progress: Advance = lambda done, total: None,
-    submit: Submit = lambda write: write(),
 ) -> tuple[PreTrainedModel, str]:
     """Return ``model`` quantized by ``config``, and a line that says how it was made. An
     unquantized config, and one whose model is loaded quantized, return ``model`` as it is.
@@ -144,8 +141,7 @@ def quantize(
     ``calibration`` is only read if ``config`` needs it. ``digest``: of the original weights.
     ``artifacts``: root folder of quantized weights, read and written. ``normalizer_source``: digest
     of the plug-in that defines the model's normalizer, if any. ``progress(done, total)`` is called
-    meanwhile. ``submit(write)`` calls ``write``, now or in a thread: it writes the quantized
-    weights to the disk, a GPU's from a copy. The model's attention function does not change.
+    meanwhile. The model's attention function does not change.
 
     Raises QuantizationError if a method refuses the model, UnavailableError if its library is
     missing.
@@ -182,13 +178,8 @@ def quantize(
             normalizer_source=normalizer_source,
             device=model.device,
         )
-        lock = FileLock(store.path.with_name(f".{store.path.stem}.lock"), thread_local=False)
-        with ExitStack() as held:  # until they are written
-            held.enter_context(lock)
-            stored, detail, note = _obtain(store, model, stage, calibration, progress)
-            if note is not None:
-                host = {name: tensor.cpu() for name, tensor in stored.items()}
-                submit(partial(_write, store, host, note, held.pop_all()))
+        with FileLock(store.path.with_name(f".{store.path.stem}.lock")):
+            stored, detail = _obtain(store, model, stage, calibration, progress)
         tensors |= stored
         details.append(detail)
     model = apply(model, config, tensors)
@@ -369,14 +360,14 @@ def _obtain(
     config: QuantizationConfig,
     calibration: Calibration | None,
     progress: Advance,
-) -> tuple[dict[str, Tensor], str, str | None]:
-    """Return the tensors by name, read from disk or else computed, a line that says which, and the
-    note to write them with, None for those that were read."""
+) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors by name, read from disk or else computed and written, and a line that says
+    which."""
     again = ""
     try:
         stored = store.read(offload_device(model))
         if stored is not None:
-            return stored[0], f"artifact reused: {stored[1]}", None
+            return stored[0], f"artifact reused: {stored[1]}"
     except (OSError, ValueError) as damage:
         again = f"artifact was damaged ({damage}) and made again: "
     threads = torch.get_num_threads()
@@ -396,10 +387,5 @@ def _obtain(
         torch.set_num_threads(threads)
     # The bits that are written: modules are made of these, not of what made them.
     tensors = {name: t.detach().to(offload_device(model)).contiguous() for name, t in made.items()}
-    return tensors, f"{again}{note}", note
-
-
-def _write(store: Artifact, tensors: Tensors, note: str, lock: ExitStack) -> None:
-    """Write the tensors with ``note``, then give back the ``lock``."""
-    with lock:
-        store.write(tensors, note)
+    store.write(tensors, note)
+    return tensors, f"{again}{note}"

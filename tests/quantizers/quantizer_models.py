@@ -95,7 +95,6 @@ def make_with_detail(
     *,
     model: PreTrainedModel | None = None,
     calibrated: Calibration | None = None,
-    **more: Any,
 ) -> tuple[PreTrainedModel, str]:
     """The tiny model, or ``model``, quantized, and how it came about."""
     return quantize(
@@ -104,7 +103,6 @@ def make_with_detail(
         calibration=(calibrated or calibration()) if chosen.needs_calibration else None,
         digest=DIGEST,
         artifacts=artifacts,
-        **more,
     )
 
 

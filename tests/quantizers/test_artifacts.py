@@ -7,13 +7,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock, Timeout
 from quantizer_models import DIGEST, calibration, logits, make, make_with_detail, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -109,24 +107,6 @@ def test_a_damaged_artifact_is_noticed_reported_and_made_again(harm, tmp_path):
     assert detail.startswith("artifact was damaged (")
     assert torch.equal(logits(first), logits(second))
     assert "reused" in make_with_detail(chosen, tmp_path)[1]
-
-
-def test_what_is_written_later_is_locked_until_then(tmp_path):
-    chosen, writes = settings("rtn-4bit"), []
-    at = path_of(tmp_path, chosen)
-    first, made = make_with_detail(chosen, tmp_path, submit=writes.append)
-    lock = FileLock(at.with_name(f".{at.stem}.lock"), timeout=0)
-    assert not at.exists()
-    with pytest.raises(Timeout):
-        lock.acquire()
-    thread = threading.Thread(target=writes[0])
-    thread.start()
-    thread.join()
-    with lock:
-        assert at.exists()
-    second, reused = make_with_detail(chosen, tmp_path)
-    assert reused == f"artifact reused: {made}"
-    assert torch.equal(logits(first), logits(second))
 
 
 def test_what_a_killed_process_left_half_made_is_no_artifact_and_is_removed(tmp_path):
