@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
 from qbench import files
 from qbench.errors import OutputError
@@ -122,6 +124,27 @@ def test_a_digest_of_parts_is_of_every_part_in_its_place():
     assert found == digest(b"".join(bytes.fromhex(digest(part)) for part in parts))
     assert found != digest_of_parts(b"".join([parts[1], parts[0], parts[2]]))
     assert found != digest_of_parts(b"".join(parts[:2]))
+
+
+def test_tensors_are_written_as_safetensors_writes_them(tmp_path):
+    tensors = {
+        "wide": torch.arange(6.0, dtype=torch.float64).view(2, 3).T,
+        "none": torch.empty(0, 4, dtype=torch.bfloat16),
+        "truth": torch.tensor([True, False, True]),
+        "one": torch.tensor(7, dtype=torch.int32),
+        "ü": torch.tensor([1.5, -2.0, float("nan")]).to(torch.float8_e4m3fn),
+        "codes": torch.arange(9, dtype=torch.uint8).view(3, 3)[:, 1:],
+    }
+    save_tensors(tmp_path / "ours", tensors, {"about": "ü", "more": "{}"})
+    with safe_open(tmp_path / "ours", framework="pt") as file:
+        assert file.metadata() == {"about": "ü", "more": "{}"}
+        for name, tensor in tensors.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert found.tolist() == tensor.tolist() or name == "ü"
+    alike = {name: torch.randn(3, 2) for name in "ba"}
+    save_tensors(tmp_path / "ours", alike, {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == save(alike, {"format": "pt"})
 
 
 def test_tensors_are_readable_as_other_files_are_and_fail_as_they_do(tmp_path):

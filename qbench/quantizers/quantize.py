@@ -111,9 +111,8 @@ class Artifact:
         """Write the tensors with ``note``, replacing an earlier artifact in one step. Raises
         OutputError if they cannot be written."""
         clean_temporaries(self.path.parent.parent)  # a killed process may have left GiBs
-        parts = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         try:
-            write_tensors(self.path, parts, {"key": self.key, "parts": self.parts, "note": note})
+            write_tensors(self.path, tensors, {"key": self.key, "parts": self.parts, "note": note})
         except OutputError as error:
             raise OutputError(
                 f"quantized weights are not kept: {error}, or set QBENCH_CACHE to another folder"

@@ -83,7 +83,7 @@ def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(tmp_path, monkeypatc
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("qbench.files.save_tensors", full)
     with pytest.raises(OutputError, match=r"are not kept: .*\(No space left.*QBENCH_CACHE"):
         make(settings("rtn-4bit"), tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))
