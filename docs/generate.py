@@ -45,6 +45,8 @@ PAIRS = {  # folders that were measured on the same models
     "kinds": ("kinds-27m", "kinds-27m-gate", "kinds-27m-more"),
     "kinds answers": ("kinds-27m-answers",),
     "kinds short": ("kinds-27m-short",),
+    "kinds 126M": ("kinds-124m",),
+    "kinds 126M answers": ("kinds-124m-answers",),
 }
 BUDGETS = {
     "budget-smollm2": "SmolLM2-135M-Instruct",
@@ -307,9 +309,9 @@ def replicated(name) -> tuple[list[str], list[str]]:
     return list(kinds), list(table[several].dropna().index)
 
 
-def of_kind(task, metric, kind, quantizer, decimals, scale=1) -> str:
+def of_kind(task, metric, kind, quantizer, decimals, scale=1, name="kinds") -> str:
     """Return the value of each seed of a kind of attention as text; a dash if it was not run."""
-    values = select("kinds", task, metric, rf"{kind}\.\d", quantizer).value
+    values = select(name, task, metric, rf"{kind}(\.\d)?", quantizer).value
     return ", ".join(f"{scale * one:.{decimals}f}" for one in values) or "–"
 
 
@@ -352,13 +354,13 @@ def repeated() -> int:
     return len(logs)
 
 
-def gate_share(kind, part) -> str:
+def gate_share(kind, part, name="kinds", seeds=(".1", ".2", ".3")) -> str:
     """Return "5 to 12 %": the part of a gated model's KL that quantizing the gate alone leaves
     (``gate``), or that quantizing all but the gate takes away (``but-gate``)."""
     shares = []
-    for seed, method in product((1, 2, 3), ("w4a4-nvfp4", "nvfp4", "rtn-4bit")):
+    for seed, method in product(seeds, ("w4a4-nvfp4", "nvfp4", "rtn-4bit")):
         methods = (method, f"{method}-{part}")
-        whole, rest = (kl("kinds", f"{kind}.{seed}", one) for one in methods)
+        whole, rest = (kl(name, kind + seed, one) for one in methods)
         shares.append(rest / whole if part == "gate" else 1 - rest / whole)
     return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
 
@@ -379,12 +381,12 @@ def answered(quantizer, column) -> list[float]:
     return numbers
 
 
-def layer_shares(kind, part) -> list[float]:
+def layer_shares(kind, part, name="kinds") -> list[float]:
     """Return, by measured seed of the kinds that the pattern ``kind`` matches, how many per cent of
     the summed KL of all linear layers, quantized one at a time, the layers named ``part`` have; of
     "all" that sum over the KL of all at once. Empty if there are no such layers."""
-    rows = pair("kinds").query("task == 'sensitivity'")
-    rows = rows[rows.checkpoint.str.fullmatch(rf"{kind}\.\d")]
+    rows = pair(name).query("task == 'sensitivity'")
+    rows = rows[rows.checkpoint.str.fullmatch(rf"{kind}(\.\d)?")]
     table = rows.pivot(index="checkpoint", columns="metric", values="value")
     if part not in table:
         return []

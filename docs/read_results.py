@@ -143,7 +143,7 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
             yield {**cell, "task": "analysis", "metric": name, "value": value}
         if folder.name == "real-sinks":
             yield from read_layers(record.checkpoint, measured)
-    read = folder.name in ("real-sinks", "kinds-27m")
+    read = folder.name in ("real-sinks", "kinds-27m", "kinds-124m")
     for record in Sensitivities(folder).records() if read else ():
         values = Counter({"all": record.together.kl.value})
         for unit in record.units:  # of trainings the sum over all layers
