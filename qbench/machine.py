@@ -40,6 +40,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 CELLS_PER_GPU = 3  # quantization of one cell overlaps with the scoring of others
 MOST_PER_GPU = 4  # of small models; with six, which take turns, the longest cells end last
 CORES_PER_CELL = 2
+SELDOM = 50_000  # new objects between two looks for garbage
 
 
 class Gpu(NamedTuple):
@@ -275,6 +276,18 @@ def reset_peak_memory(device: str) -> None:
         return
     with suppress(OSError):  # not Linux: the peak is then that of the whole process
         Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextmanager
+def garbage_seldom() -> Iterator[None]:
+    """Look for garbage once in ``SELDOM`` new objects within the body: a look through all objects
+    of a model and its tasks takes 0.4 s, and Python takes several while texts are encoded."""
+    often = gc.get_threshold()
+    gc.set_threshold(SELDOM, *often[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*often)
 
 
 def free(device: str) -> None:

@@ -137,6 +137,10 @@ class BaselineWriter:
         self._task, self._tokens = instances[0].task_name, sum(lengths)
         self._lengths, self._head, self._rows = lengths, head.linear, []
 
+    def prepare(self, scored: Scored) -> Scored:
+        """Return the rows as they are."""
+        return scored
+
     def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
         """Copy the states to the host beside the GPU's work; ``end`` waits for the copies."""
         self._rows.append((hidden.to("cpu", non_blocking=True), scored))
@@ -180,24 +184,23 @@ class KLObserver:
         self._task = self.base.tasks.get(self._name)
         if self._task is None:
             return
-        device, self._finish = head.device, head.finish
+        self._device, self._finish = head.device, head.finish
         if self._weight is None:
             # Copied even on a CPU: a product may round by where in memory its weight begins.
-            self._weight = self.base.weight.to(device, copy=True)
-            self._bias = None if self.base.bias is None else self.base.bias.to(device, copy=True)
+            self._weight = self.base.weight.to(self._device, copy=True)
+            bias = self.base.bias
+            self._bias = None if bias is None else bias.to(self._device, copy=True)
         self._document = np.repeat([instance.doc_id for instance in instances], lengths)
         self._request = np.repeat([instance.idx for instance in instances], lengths)
         tokens = len(self._task.token)
         assert tokens == len(self._document), "both cells' keys say what is asked"
         # kl, agrees, change, and of answers margin
         rows = 4 if self._name == ANSWERS else 3
-        self._values = torch.full((rows, tokens), torch.nan, device=device)
+        self._values = torch.full((rows, tokens), torch.nan, device=self._device)
 
-    def batch(
-        self, scored: Scored, hidden: Tensor, projection: Projection
-    ) -> Callable[[LogitsPart], None] | None:
-        """Return a function that compares a part's logits with the unquantized model's, for ``end``
-        to store; None for a task that ``base`` lacks."""
+    def prepare(self, scored: Scored) -> tuple[np.ndarray, Tensor, Tensor] | None:
+        """Return the rows of the scored tokens in order, these tokens' rows, indexes and ids on the
+        device, and the unquantized model's states there; None for a task that ``base`` lacks."""
         if self._task is None:
             return None
         tokens = self._task.token.numpy()[scored.index]
@@ -205,13 +208,22 @@ class KLObserver:
         order = np.argsort(scored.row, kind="stable")
         rows, indexes = scored.row[order], scored.index[order]
         _, firsts = np.unique(rows, return_index=True)  # one token of each row: all have its input
-        assert len(firsts) == len(hidden)
         kept = self._task.states[torch.from_numpy(indexes[firsts])]
-        before = to_device(kept, hidden.device)
+        entries = np.stack((rows, indexes, scored.token[order]))
+        return rows, to_device(entries, self._device), to_device(kept, self._device)
+
+    def batch(
+        self, prepared: Any, hidden: Tensor, projection: Projection
+    ) -> Callable[[LogitsPart], None] | None:
+        """Return a function that compares a part's logits with the unquantized model's, for ``end``
+        to store; None for a task that ``base`` lacks."""
+        if prepared is None:
+            return None
+        rows, entries, before = prepared
+        assert len(before) == len(hidden)
         logits_of = projection.of(
             lambda states: self._finish(functional.linear(states, self._weight, self._bias)), before
         )
-        entries = to_device(np.stack((rows, indexes, scored.token[order])), hidden.device)
 
         def measure(part: LogitsPart) -> None:
             low, high = np.searchsorted(rows, (part.first, part.last))
@@ -260,6 +272,12 @@ def _compare(before: Tensor, part: LogitsPart, row: Tensor, token: Tensor) -> Te
     """Return kl, agrees and change [3, M] of the scored tokens with the ids ``token``
     [M] in the rows ``row`` [M] of ``part``. ``before`` [R, V] are the unquantized logits.
     """
+    if before.is_cuda:
+        from qbench.evaluation.divergence import divergence  # which imports Triton
+
+        kl, log_p, log_q, agrees = divergence(before, part.logits)
+        change = (part.logits[row, token] - log_q[row]) - (before[row, token] - log_p[row])
+        return torch.stack((kl.clamp_(min=0.0)[row], agrees[row].float(), change))
     after = part.log_probabilities
     if after.dtype != torch.float32:
         after = functional.log_softmax(part.logits, dim=-1, dtype=torch.float32)

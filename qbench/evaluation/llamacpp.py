@@ -369,7 +369,7 @@ class LlamaCppScorer(Scorer):
             if observer is not None:
                 rows = np.arange(count)
                 scored = Scored(rows, request.first + done + rows, target_ids.numpy())
-                watch = observer.batch(scored, logits[:, :0], Projection())
+                watch = observer.batch(observer.prepare(scored), logits[:, :0], Projection())
                 if watch is not None:
                     watch(LogitsPart(0, count, logits, log_probabilities))
             done += count

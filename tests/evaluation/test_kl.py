@@ -35,6 +35,9 @@ class Logits:
         self.rows: dict[int, torch.Tensor] = {}
         self.tokens = sum(lengths)
 
+    def prepare(self, scored):
+        return scored
+
     def batch(self, scored, hidden, projection):
         def keep(part) -> None:
             for row, index in zip(scored.row.tolist(), scored.index.tolist(), strict=True):

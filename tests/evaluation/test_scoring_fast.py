@@ -173,6 +173,9 @@ class Kept:
     def begin(self, instances, lengths, head):
         self.begun += 1
 
+    def prepare(self, scored):
+        return scored
+
     def batch(self, scored, hidden, projection):
         return None
 

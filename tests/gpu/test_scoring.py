@@ -111,3 +111,46 @@ def test_packs_have_the_bits_of_the_classs_own_functions(dtype):
     assert all(getattr(each.owner, each.name) is each.original for each in forward.fused)
     forward.fused.clear()
     assert ours == ask(fast, requests)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [128, 576, 1024, 2560, 4096, 8064])
+def test_norms_have_the_bits_of_the_classs_own(width, dtype):
+    """Means are added up as torch's reduction does it, whose order another release may change."""
+    from qbench.attention.kernels.fused import _adds_up_as_torch, rms_norm
+
+    norm = modeling_llama.LlamaRMSNorm(width).to("cuda", dtype)
+    norm.weight.data.normal_()
+    assert _adds_up_as_torch(width, torch.device("cuda", 0))
+    for rows in (16, 37, 2000):
+        x = 3 * torch.randn(1, rows, width, device="cuda", dtype=dtype)
+        assert torch.equal(rms_norm(norm, x), norm(x))
+    few, wide = x[:, :5].contiguous(), torch.randn(1, 40, 8192, device="cuda", dtype=dtype)
+    assert torch.equal(rms_norm(norm, few), norm(few))
+    norm = modeling_llama.LlamaRMSNorm(8192).to("cuda", dtype)
+    assert torch.equal(rms_norm(norm, wide), norm(wide))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocabulary", [300, 32_000, 50_257])
+def test_divergences_are_those_of_float64(vocabulary, dtype):
+    from qbench.evaluation.divergence import divergence
+
+    before = 3 * torch.randn(40, vocabulary, device="cuda")
+    after = before + 0.3 * torch.randn_like(before)
+    after[0] = before[0]
+    before[1, 7] = before[1, 9] = after[1, 7] = 40  # the first of two is the likeliest
+    before[2, 11], after[2, 200] = 40, 40
+    before, after = before.to(dtype), after.to(dtype)
+    kl, log_p, log_q, agrees = divergence(before, after)
+    p, q = before.double(), after.double()
+    difference = p.log_softmax(-1) - q.log_softmax(-1)
+    expected = (p.softmax(-1) * difference).sum(-1)
+    assert kl[0] == 0
+    assert log_p[0] == log_q[0]
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=3e-6)
+    torch.testing.assert_close(log_p.double(), p.logsumexp(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(log_q.double(), q.logsumexp(-1), rtol=1e-6, atol=0)
+    assert torch.equal(agrees, before.argmax(-1) == after.argmax(-1))
+    before[3, 5] = torch.nan
+    assert divergence(before, after)[0].isnan().nonzero().tolist() == [[3]]

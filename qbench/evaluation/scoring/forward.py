@@ -416,8 +416,12 @@ class Observer(Protocol):
         ``Instance``: ``task_name``, ``doc_id``, ``idx``), ``lengths`` how many tokens of each are
         scored, ``head`` the LM head (``LMHead``)."""
 
+    def prepare(self, scored: Scored) -> Any:
+        """Return what ``batch`` takes of one forward's rows. A thread calls this while the device
+        computes the rows before; it may be called again, and for rows that never come."""
+
     def batch(
-        self, scored: Scored, hidden: Tensor, projection: Projection
+        self, prepared: Any, hidden: Tensor, projection: Projection
     ) -> Callable[[LogitsPart], None] | None:
         """Take one forward's rows, and return a function that is called with each part of their
         logits, or None. ``hidden`` [R, H] are the LM head's input rows, still being computed where
@@ -445,13 +449,12 @@ def score_rows(
     *,
     softmax_dtype: torch.dtype | None,
     at_once: int,
-    observer: Observer | None,
+    watch: Callable[[LogitsPart], None] | None,
 ) -> RowScores:
     """Apply LM head and log-softmax to ``hidden`` [R, H], ``at_once`` rows at a time (rounded up to
     ``projection.multiple``). Return the log-probability of each token ``scored`` and whether it was
-    the likeliest, in their order. ``softmax_dtype`` None: the logits' own dtype. ``observer``, if
-    given, sees every part."""
-    watch = None if observer is None else observer.batch(scored, hidden, projection)
+    the likeliest, in their order. ``softmax_dtype`` None: the logits' own dtype. ``watch``, if
+    given, is called with every part."""
     order = np.argsort(scored.row, kind="stable")
     rows = scored.row[order]
     indices = to_device(

@@ -18,6 +18,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -423,24 +424,47 @@ class Scorer(LM):
         """Score batches of ``requests``, which a GPU may go on with; return a function that waits
         for the scores, in the order of ``requests``."""
         plans = backend.batching.plan(requests, windows=windows)
+        parts = list(_parts(plans, self._state_bytes)) if self._stream else [[p] for p in plans]
         results: list[tuple[Batch, RowScores]] = []
         done = 0
-        for part in _parts(plans, self._state_bytes) if self._stream else [[p] for p in plans]:
-            count = sum(len(group.request_indices) for planned in part for group in planned.groups)
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        with ThreadPoolExecutor(1) as thread:  # reads the next part while the device computes
+            read = partial(thread.submit, self._read_rows, requests, observer, stream)
+            following = read(parts[0])
+            for part, after in zip(parts, [*parts[1:], None], strict=True):
+                batches, following = following.result, after and read(after)
+                count = sum(len(g.request_indices) for planned in part for g in planned.groups)
 
-            def tell(share: float, done: int = done, count: int = count) -> None:
-                if self._progress is not None and counts is self._counts:
-                    self._progress(done + round(share * count), len(requests))
+                def tell(share: float, done: int = done, count: int = count) -> None:
+                    if self._progress is not None and counts is self._counts:
+                        self._progress(done + round(share * count), len(requests))
 
-            results += self._run(backend, part, requests, counts, observer, tell)
-            tell(1.0)
-            done += count
+                results += self._run(backend, part, batches, requests, counts, observer, tell)
+                tell(1.0)
+                done += count
         return lambda: in_order(results, len(requests), exact=backend.exact)
+
+    def _read_rows(
+        self,
+        requests: Sequence[Request],
+        observer: Observer | None,
+        stream: torch.cuda.Stream | None,
+        part: Sequence[BatchPlan],
+    ) -> list[tuple[Batch, Any]]:
+        """Return the batches of ``part``, each with what ``observer`` reads ahead for it: of a
+        streamed model nothing, since they would not fit the device. Copies are queued on
+        ``stream``."""
+        with torch.cuda.stream(stream):
+            batches = [planned.collate(requests) for planned in part]
+            if observer is None or self._stream:
+                return [(batch, None) for batch in batches]
+            return [(batch, observer.prepare(batch.scored)) for batch in batches]
 
     def _run(
         self,
         backend: Backend,
         part: Sequence[BatchPlan],
+        read: Callable[[], list[tuple[Batch, Any]]],
         requests: Sequence[Request],
         counts: Counts,
         observer: Observer | None,
@@ -448,28 +472,33 @@ class Scorer(LM):
     ) -> list[tuple[Batch, RowScores]]:
         """Score batches on the device, and split those that do not fit its memory. The batches
         ``part`` of a streamed model go through its blocks together; if one does not fit, all are
-        split. ``tell(share done)`` is called meanwhile."""
-        batches = [planned.collate(requests) for planned in part]
-        calls = [partial(backend.forward, batch) for batch in batches]
+        split. ``read`` gives what ``_read_rows`` does; ``tell(share done)`` is called meanwhile."""
         try:
+            batches = read()
+            calls = [partial(backend.forward, batch) for batch, _ in batches]
             with torch.no_grad():
                 states = (
                     self._stream.lockstep(calls, tell) if self._stream else (f() for f in calls)
                 )
                 results = []
-                for batch, hidden in zip(batches, states, strict=True):
+                for (batch, prepared), hidden in zip(batches, states, strict=True):
                     rows, projection = to_device(batch.rows, self._device), Projection()
                     if backend.exact:
                         size = batch.ids.size
                         projection = self._product.projection(size, rows, self._logits_bytes)
+                    hidden, watch = hidden.index_select(0, rows), None
+                    if observer is not None:
+                        if self._stream:
+                            prepared = observer.prepare(batch.scored)
+                        watch = observer.batch(prepared, hidden, projection)
                     scores = score_rows(
                         self.head,
-                        hidden.index_select(0, rows),
+                        hidden,
                         batch.scored,
                         projection,
                         softmax_dtype=self.hflm.softmax_dtype,
                         at_once=self._rows_at_once,
-                        observer=observer,
+                        watch=watch,
                     )
                     results.append((batch, scores))
         except RuntimeError as error:
@@ -483,17 +512,17 @@ class Scorer(LM):
                 ) from error
         else:
             counts.batches += len(batches)
-            counts.tokens += sum(batch.ids.size for batch in batches)
+            counts.tokens += sum(batch.ids.size for batch, _ in batches)
             return results
         # Outside the handler: there the traceback would keep the failed forward's tensors.
         clear_device_cache(garbage_collection=True)
         counts.halvings += len(halves) - len(part)
         parts = [halves] if self._stream else [[half] for half in halves]
-        return [
-            scores
-            for smaller in parts
-            for scores in self._run(backend, smaller, requests, counts, observer, tell)
-        ]
+        results = []
+        for smaller in parts:
+            read = partial(self._read_rows, requests, observer, None, smaller)
+            results += self._run(backend, smaller, read, requests, counts, observer, tell)
+        return results
 
 
 def language_model(
