@@ -29,9 +29,11 @@ from qbench.quantizers.linear import Tensors
 from qbench.quantizers.methods.weight_only import Gptq
 from qbench.streaming import offload_device
 
-WIDTH = 128  # columns of a block; later columns are updated once the block is done
+WIDTH = 128  # columns of a block; others get its errors once it is done
 TRITON = find_spec("triton") is not None  # on Linux only; without it columns take long
-HALVED = 512  # columns of a triangular matrix from which on its halves are inverted
+# Whether a block gets the errors of all before it when it begins, which takes one factor of H;
+# else each block's errors go to all after it, as in gptqmodel, to the bit
+LEFT_LOOKING = {"cpu": False, "cuda": True}
 DAMP_STEP = 0.01  # by which damping is raised if H is singular
 
 
@@ -114,15 +116,15 @@ class GptqLinear(packed.PackedLinear):
 from_packed = GptqLinear
 
 
-def _inverse_factor(hessian: Tensor, settings: Gptq, name: str) -> tuple[Tensor, float]:
-    """Return the upper Cholesky factor of (H + damp · mean diagonal)⁻¹ [in, in], and the damp that
-    was needed; ``name`` is the layer's, for messages."""
+def _damped_factor(hessian: Tensor, settings: Gptq, name: str) -> tuple[Tensor, float]:
+    """Return ``_factor`` of H + damp · mean diagonal, and the damp that was needed; ``name`` is the
+    layer's, for messages."""
     diagonal = hessian.diagonal()
     plain, damp = diagonal.clone(), settings.damp
     mean = plain.mean()
     while damp < 1:
         diagonal.copy_(plain).add_(damp * mean)
-        upper, info = (reverse_factor if hessian.is_cuda else _gptqmodels_factor)(hessian)
+        upper, info = _factor(hessian)
         if not int(info):
             return upper, damp
         damp += DAMP_STEP
@@ -132,9 +134,12 @@ def _inverse_factor(hessian: Tensor, settings: Gptq, name: str) -> tuple[Tensor,
     )
 
 
-def _gptqmodels_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the upper Cholesky factor of H⁻¹ [in, in] as gptqmodel computes it, to the bit, and a
-    number that is not 0 if H is singular."""
+def _factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Return U [in, in], upper triangular with H⁻¹ = Uᵀ U, or its inverse M with H = M Mᵀ for
+    ``LEFT_LOOKING``; and a number that is not 0 if H is singular."""
+    if LEFT_LOOKING[hessian.device.type]:
+        lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+        return lower.flip(0, 1), info
     lower, info = torch.linalg.cholesky_ex(hessian)
     if int(info):
         return lower, info
@@ -143,25 +148,13 @@ def _gptqmodels_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.cholesky_ex(inverse, upper=True)
 
 
-def reverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same but for last bits, as the inverse of the Cholesky factor of H in reverse
-    order: on a GPU in a fraction of the time."""
-    lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-    return _inverse(lower).flip(0, 1), info
-
-
-def _inverse(lower: Tensor) -> Tensor:
-    """Return the inverse of a lower triangular matrix, by halves, whose products are faster on a
-    GPU than solving for all columns."""
-    half = len(lower) // 2
-    if half < HALVED:
-        eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
-        return torch.linalg.solve_triangular(lower, eye, upper=False)
-    result = torch.zeros_like(lower)
-    first = result[:half, :half] = _inverse(lower[:half, :half])
-    second = result[half:, half:] = _inverse(lower[half:, half:])
-    result[half:, :half] = -(second @ (lower[half:, :half] @ first))
-    return result
+def _corrected(off: Tensor, factor: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Return columns ``start`` to ``end`` of a weight, float32 [out, n], changed to make up for the
+    columns before; and their block of U [n, n]. ``off`` [out, in]: by how much quantized columns
+    are off, and the weight of the others. ``factor``: M."""
+    eye = torch.eye(end - start, dtype=factor.dtype, device=factor.device)
+    block = torch.linalg.solve_triangular(factor[start:end, start:end], eye, upper=True)
+    return off[:, start:end] + off[:, :start] @ factor[:start, start:end] @ block, block
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -210,27 +203,37 @@ def solve(weight: Tensor, hessian: Tensor, settings: Gptq, name: str) -> GPTQRes
     order, rest = _order(diagonal, settings, size), weight
     if order is not None:
         hessian, rest = hessian[order][:, order], weight[:, order]
-    upper, damp = _inverse_factor(hessian, settings, name)
-    codes = torch.empty_like(rest)
+    factor, damp = _damped_factor(hessian, settings, name)
+    codes, left_looking = torch.empty_like(rest), LEFT_LOOKING[rest.device.type]
     for start in range(0, columns, WIDTH):
-        end = min(start + WIDTH, columns)
+        end = reach = min(start + WIDTH, columns)
         begin = -(-start // size) * size  # first column of the first group of this block
-        if settings.group_size != WHOLE_ROW and begin < end:
-            count = len(range(begin, end, size))
-            groups = rest[:, begin : begin + count * size].reshape(rows, count, size)
+        count = len(range(begin, end, size)) if settings.group_size != WHOLE_ROW else 0
+        if count:
+            reach = max(end, begin + count * size)
+        if left_looking:
+            work, upper = _corrected(rest, factor, start, reach)
+        else:
+            work, upper = rest[:, start:reach], factor[start:reach, start:reach]
+        if count:
+            groups = work[:, begin - start :][:, : count * size].reshape(rows, count, size)
             for parts, new in zip((scales, zeros), find_params(groups, settings), strict=True):
                 parts += new.split(1, dim=1)
+        work, upper = work[:, : end - start], upper[: end - start, : end - start]
         first = start // size
         block_codes, errors = _block(
-            rest[:, start:end],
-            upper[start:end, start:end],
+            work,
+            upper,
             torch.cat(scales[first:], 1),
             torch.cat(zeros[first:], 1),
             torch.arange(start, end, device=rest.device) // size - first,
             settings.num_bits,
         )
         codes[:, start:end] = block_codes
-        rest[:, end:] -= errors.matmul(upper[start:end, end:])
+        if left_looking:
+            rest[:, start:end] += errors @ upper - work
+        else:
+            rest[:, end:] -= errors.matmul(factor[start:end, end:])
     scale, zero = torch.cat(scales, 1), torch.cat(zeros, 1)
     grouped = codes.view(rows, -1, size)
     quantized = (scale[..., None] * (grouped - zero[..., None])).view(rows, columns)

@@ -148,17 +148,22 @@ def test_damping_is_raised_where_the_hessian_is_singular_and_told(tmp_path):
         solve(torch.ones(2, 64), -torch.outer(row, row), chosen)
 
 
-@pytest.mark.parametrize("columns", [64, 200, 577])
-def test_the_factor_of_a_gpu_is_gptqmodels_within_the_rounding_of_float32(columns, monkeypatch):
-    monkeypatch.setattr(gptq, "HALVED", 48)
-    moments = hessian(problem(1, columns)[1])
-    moments.diagonal().add_(0.01 * moments.diagonal().mean())
-    wanted, _ = gptq._gptqmodels_factor(moments.double())
-    for factor in (gptq.reverse_factor, gptq._gptqmodels_factor):
-        found, singular = factor(moments)
-        assert not int(singular)
-        assert (found - wanted).norm() < 1e-4 * wanted.norm()
-    assert int(gptq.reverse_factor(-moments)[1])
+@pytest.mark.parametrize(
+    "stated",
+    [{}, {"group_size": 16, "desc_act": True}, {"group_size": -1},
+     {"group_size": 192, "group_aware": False}, {"group_size": 48, "group_aware": True}],
+    ids=str,
+)  # fmt: skip
+def test_a_block_may_get_the_errors_of_all_before_when_it_begins(stated, monkeypatch):
+    """As on a GPU: in float64, without the ties of a symmetric grid's ends, codes are the same."""
+    weight, x = problem(24, 576)
+    chosen, found = settings("gptq-3bit", symmetric=False, **stated), []
+    for left_looking in (False, True):
+        monkeypatch.setitem(gptq.LEFT_LOOKING, "cpu", left_looking)
+        found.append(solve(weight.double(), hessian(x.double()), chosen))
+    assert torch.equal(found[0].codes, found[1].codes)
+    torch.testing.assert_close(found[0].weight, found[1].weight)
+    assert found[0].damp == found[1].damp
 
 
 # The walk over blocks
