@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TextIO
 
 import psutil
@@ -338,27 +339,53 @@ def set_library_env() -> None:
 UNUSED = ("hqq", "torchao", "sklearn", "scipy")
 
 
+COMPILER = "torch._dynamo"
+INDEXING = f"{COMPILER}._trace_wrapped_higher_order_op"
+MARKS = ("allow_in_graph", "assume_constant_result", "disable")
+
+
+class _Compiler(ModuleType):
+    """Stands for torch's compiler, which takes a second to import, until more of it is used than
+    its marks of functions: these stay without."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MARKS:
+            return lambda function=None, *_, **__: function or (lambda other: other)
+        if name.startswith("__") and name != "__path__":  # others look at all modules' files
+            raise AttributeError(name)
+        if sys.modules[COMPILER] is self:
+            del sys.modules[COMPILER]
+        return getattr(importlib.import_module(COMPILER), name)
+
+
 def import_transformers() -> None:
-    """Import transformers' code of models without four libraries that no cell needs: hqq (for a
-    cache), torchao (for saving models), scikit-learn (for assisted decoding) and SciPy (for losses
-    of detectors). They bring torch's code generator, a third of the time. The search of all
-    installed files for flash-attn is skipped too."""
+    """Import transformers' code of models without what no cell needs: hqq (for a cache), torchao
+    (for saving models), scikit-learn (for assisted decoding), SciPy (for losses of detectors),
+    torch's compiler and tensors over several machines. They take half of the time. The search of
+    all installed files for flash-attn is skipped too."""
     from unittest.mock import patch  # slow to import
 
-    hidden = [name for name in UNUSED if name not in sys.modules]
-    for name in hidden:
-        # None is Python's own way to say that a module cannot be imported
-        sys.modules[name] = None  # type: ignore[assignment]  # so documented
+    import torch.distributed
+
+    # None is Python's own way to say that a module cannot be imported
+    hidden: dict[str, Any] = {name: None for name in UNUSED if name not in sys.modules}
+    if COMPILER not in sys.modules:
+        sys.modules[COMPILER], hidden[INDEXING] = _Compiler(COMPILER), ModuleType(INDEXING)
+        hidden[INDEXING].TransformGetItemToIndex = lambda: importlib.import_module(
+            INDEXING
+        ).TransformGetItemToIndex()
+    sys.modules.update(hidden)
     flash = any(map(importlib.util.find_spec, ("flash_attn", "flash_attn_interface")))
     lookup = nullcontext() if flash else patch.object(metadata, "packages_distributions", dict)
     try:
-        with lookup:
+        with lookup, patch.object(torch.distributed, "is_available", lambda: False):
             for name in ("modeling_utils", "generation.utils"):
                 importlib.import_module(f"transformers.{name}")
     finally:
         for name in hidden:
             del sys.modules[name]
-            utils = importlib.import_module("transformers.utils")
+        utils = importlib.import_module("transformers.utils")
+        for name in UNUSED:
             getattr(utils, f"is_{name}_available").cache_clear()
 
 

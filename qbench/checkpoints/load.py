@@ -163,7 +163,8 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     ours = fla.recognizes(checkpoint.config)
     try:
         # initial weights are overwritten, so their random state does not matter
-        with patch.object(nn.Linear, "reset_parameters", lambda layer: None):
+        unset = {"reset_parameters": lambda layer: None}  # embeddings' imports torch's compiler
+        with patch.multiple(nn.Linear, **unset), patch.multiple(nn.Embedding, **unset):
             model, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
                 config=_config(checkpoint),

@@ -251,22 +251,40 @@ def begin(gpu: int | None) -> None:
 
 
 def start_gpu() -> None:
-    """Create the context in which PyTorch will use this process's first GPU, if there is one: it
-    takes about as long as importing PyTorch, and calls through ctypes let other threads import
-    meanwhile."""
+    """Create the context in which PyTorch will use this process's first GPU, if there is one, and
+    have the kernels loaded that every model runs. Together that takes as long as importing PyTorch,
+    mostly without Python's lock: other threads import meanwhile."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     with suppress(OSError):  # no driver
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    with suppress(ImportError, RuntimeError):  # said where the GPU is used
+        _first_kernels()
+
+
+def _first_kernels() -> None:
+    """Run a norm, products, a softmax, and comparisons of logits, of a few ones."""
+    import torch  # waits if another thread imports it
+    from torch.nn import functional
+
+    if not torch.cuda.is_available():
+        return
+    x = torch.ones(2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    ids = torch.arange(64, device="cuda")
+    normed = x.float() * (x.float().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    gated = functional.silu(functional.linear(normed.to(x.dtype), x[0]))
+    h = gated * functional.embedding(ids, x[0])
+    turned = h * x.cos() + torch.cat((-h[..., 32:], h[..., :32]), -1) * x.sin()
+    masked = (turned @ x.transpose(1, 2)).masked_fill(ids > ids[:, None], -1e4)
+    logits = (masked.softmax(-1, dtype=torch.float32).to(x.dtype) @ h).float()
+    off = (logits - normed).norm(dim=-1) / normed.norm(dim=-1)
+    (off.median() + off.quantile(0.8) + logits.abs().max()).isfinite().item()
 
 
 def preload() -> None:
-    """Import what cells need, in a worker process, and create the GPU's context if it has one."""
+    """Import what cells need, in a worker process."""
     importlib.import_module(PRELOAD)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.zeros(1, device="cuda")
 
 
 def end_with_parent() -> None:
