@@ -273,7 +273,7 @@ def _compare(before: Tensor, part: LogitsPart, row: Tensor, token: Tensor) -> Te
     [M] in the rows ``row`` [M] of ``part``. ``before`` [R, V] are the unquantized logits.
     """
     if before.is_cuda:
-        from qbench.evaluation.divergence import divergence  # which imports Triton
+        from qbench.evaluation.logits import divergence  # which imports Triton
 
         kl, log_p, log_q, agrees = divergence(before, part.logits)
         change = (part.logits[row, token] - log_q[row]) - (before[row, token] - log_p[row])

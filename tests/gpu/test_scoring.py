@@ -134,7 +134,7 @@ def test_norms_have_the_bits_of_the_classs_own(width, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("vocabulary", [300, 32_000, 50_257])
 def test_divergences_are_those_of_float64(vocabulary, dtype):
-    from qbench.evaluation.divergence import divergence
+    from qbench.evaluation.logits import divergence, log_sums
 
     before = 3 * torch.randn(40, vocabulary, device="cuda")
     after = before + 0.3 * torch.randn_like(before)
@@ -152,5 +152,8 @@ def test_divergences_are_those_of_float64(vocabulary, dtype):
     torch.testing.assert_close(log_p.double(), p.logsumexp(-1), rtol=1e-6, atol=0)
     torch.testing.assert_close(log_q.double(), q.logsumexp(-1), rtol=1e-6, atol=0)
     assert torch.equal(agrees, before.argmax(-1) == after.argmax(-1))
+    sums, tops = log_sums(before)
+    assert torch.equal(sums, log_p)
+    assert torch.equal(tops, before.argmax(-1))
     before[3, 5] = torch.nan
     assert divergence(before, after)[0].isnan().nonzero().tolist() == [[3]]

@@ -395,13 +395,14 @@ LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilit
 @dataclass(frozen=True, slots=True)
 class LogitsPart:
     """Rows ``first`` to ``last`` of a batch: ``logits`` and ``log_probabilities`` [last − first,
-    vocabulary] on the model's device, to be neither changed nor kept.
+    vocabulary] on the model's device, to be neither changed nor kept. The latter are None where a
+    kernel gives those of the scored tokens alone.
     """
 
     first: int
     last: int
     logits: Tensor
-    log_probabilities: Tensor
+    log_probabilities: Tensor | None
 
 
 class Observer(Protocol):
@@ -449,12 +450,14 @@ def score_rows(
     *,
     softmax_dtype: torch.dtype | None,
     at_once: int,
+    by_kernel: bool,
     watch: Callable[[LogitsPart], None] | None,
 ) -> RowScores:
     """Apply LM head and log-softmax to ``hidden`` [R, H], ``at_once`` rows at a time (rounded up to
     ``projection.multiple``). Return the log-probability of each token ``scored`` and whether it was
-    the likeliest, in their order. ``softmax_dtype`` None: the logits' own dtype. ``watch``, if
-    given, is called with every part."""
+    the likeliest, in their order. ``softmax_dtype`` None: the logits' own dtype. ``by_kernel``: not
+    by PyTorch's log-softmax, whose sums are rounded otherwise. ``watch``, if given, is called with
+    every part."""
     order = np.argsort(scored.row, kind="stable")
     rows = scored.row[order]
     indices = to_device(
@@ -467,10 +470,19 @@ def score_rows(
     for first in range(0, count, at_once):
         last = min(first + at_once, count)
         logits = logits_of(first, last)
-        log_probabilities = functional.log_softmax(logits, dim=-1, dtype=softmax_dtype)
         low, high = np.searchsorted(rows, (first, last))
-        picked.append(log_probabilities[indices[0, low:high] - first, indices[1, low:high]])
-        tops.append(log_probabilities.argmax(dim=-1))
+        row, token = indices[0, low:high] - first, indices[1, low:high]
+        log_probabilities = None
+        if by_kernel:
+            from qbench.evaluation.logits import log_sums  # which imports Triton
+
+            sums, top = log_sums(logits)
+            picked.append(logits[row, token] - sums[row])
+        else:
+            log_probabilities = functional.log_softmax(logits, dim=-1, dtype=softmax_dtype)
+            picked.append(log_probabilities[row, token])
+            top = log_probabilities.argmax(dim=-1)
+        tops.append(top)
         if watch is not None:
             watch(LogitsPart(first, last, logits, log_probabilities))
     return RowScores(torch.cat(picked)[indices[2]], torch.cat(tops)[indices[3]] == indices[4])

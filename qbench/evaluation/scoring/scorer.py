@@ -224,6 +224,7 @@ class Scorer(LM):
         self._embedded = len(model.get_input_embeddings().weight)
         # Logits and log-probabilities of 4 bytes each, and a copy.
         self._rows_at_once = max(16, LOG_PROBABILITY_BYTES // (12 * vocabulary))
+        self._by_kernel = self._device.type == "cuda" and self.hflm.softmax_dtype == torch.float32
         self._product = probe_matmul(self.head.linear, model.dtype, self._device)
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
@@ -498,6 +499,7 @@ class Scorer(LM):
                         projection,
                         softmax_dtype=self.hflm.softmax_dtype,
                         at_once=self._rows_at_once,
+                        by_kernel=self._by_kernel and not backend.exact,
                         watch=watch,
                     )
                     results.append((batch, scores))

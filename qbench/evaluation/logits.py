@@ -1,5 +1,6 @@
-"""Compare two models' logits row by row in one kernel, which reads each of them twice: PyTorch
-takes nine passes and writes log-probabilities of four bytes between them."""
+"""Kernels over rows of logits: the log of the sum of exponentials with the likeliest entry, and the
+divergence of two models. They read logits once and twice; PyTorch takes four and nine passes, and
+writes log-probabilities of four bytes between them."""
 
 from __future__ import annotations
 
@@ -61,6 +62,35 @@ def _divergence(before, after, out, agrees, VOCABULARY: tl.constexpr, BLOCK: tl.
     tl.store(out + row * 3 + 1, log_p)
     tl.store(out + row * 3 + 2, log_q)
     tl.store(agrees + row, (p_top == q_top).to(tl.int8))
+
+
+@triton.jit
+def _log_sums(logits, out, tops, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+    """Write what ``_finish`` returns of a row to ``out`` and ``tops`` [R]."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    most = tl.full((BLOCK,), -3e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    where = lane
+    for first in range(0, VOCABULARY, BLOCK):
+        at = first + lane
+        inside = at < VOCABULARY
+        most, where, total = _add(logits + row * VOCABULARY, at, inside, most, where, total)
+    log_total, top = _finish(most, where, total, VOCABULARY)
+    tl.store(out + row, log_total)
+    tl.store(tops + row, top)
+
+
+def log_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each row of ``logits`` [R, V], on a GPU, the log of the sum of exponentials in
+    float32, and the first of its likeliest entries."""
+    rows, vocabulary = logits.shape
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    tops = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _log_sums[(rows,)](
+        logits.contiguous(), out, tops, VOCABULARY=vocabulary, BLOCK=BLOCK, num_warps=8
+    )
+    return out, tops
 
 
 def divergence(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
