@@ -55,7 +55,6 @@ from qbench.evaluation.tasks import (
     read_definition,
     read_rows,
 )
-from qbench.machine import garbage_seldom
 from qbench.metrics import LOG_SCALE, base_metric, perplexity, variance_name
 from qbench.records import (
     ANSWER_CHARACTERS,
@@ -462,7 +461,6 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     return judge(task, settings)
 
 
-@garbage_seldom()
 def ask(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> None:
     """Have ``model`` answer the task's requests, and append each answer to the ``resps`` of its
     lm-eval instance. Raises DataError as ``check_documents``, EvaluationError if the model fails.
