@@ -53,6 +53,42 @@ def test_normalized_rows_have_the_forwards_bits(shape, dtype):
     assert torch.equal(fused.rms_norm(norm, x.double()), norm(x.double()))  # the forward itself
 
 
+def mean_of_squares(x):
+    """Return the mean [rows, 1] of the squares of ``x``, added up as torch does it on a GPU."""
+    rows, width = x.shape
+    squares = torch.nn.functional.pad(x.float() * x.float(), (0, -width % 128))
+    sums = torch.zeros(rows, 32, 4)
+    for chunk in squares.view(rows, -1, 32, 4).unbind(1):
+        sums += chunk
+    threads = sums[..., 0] + sums[..., 1] + sums[..., 2] + sums[..., 3]
+    while threads.shape[1] > 1:
+        threads = sum(threads.chunk(2, dim=1))
+    return threads * torch.tensor(rows / (rows * width), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [128, 576, 1024, *([2560, 4096, 8064] * (DEVICE == "cuda"))])
+def test_wide_norms_add_up_as_torch_does(width, dtype):
+    torch.manual_seed(width)
+    norm = modeling_llama.LlamaRMSNorm(width).to(DEVICE, dtype).requires_grad_(False)
+    norm.weight.copy_(torch.randn(width))
+    for rows in (16, 37, *([2000] * (DEVICE == "cuda"))):
+        x = torch.randn(rows, width, device=DEVICE).mul_(3).to(dtype)
+        if DEVICE == "cuda":
+            assert fused._adds_up_as_torch(width, x.device)
+            expected = norm(x)
+        else:
+            factor = torch.rsqrt(mean_of_squares(x) + norm.variance_epsilon)
+            expected = norm.weight * (x.float() * factor).to(dtype)
+        assert torch.equal(fused._normalized(x, norm.weight, norm.variance_epsilon), expected)
+
+
+def test_norms_that_torch_adds_up_otherwise_go_to_the_forward_itself():
+    assert not any(fused._adds_up_as_torch(w, torch.device(DEVICE)) for w in (64, 130, 8192))
+    if DEVICE == "cpu":
+        assert not fused._adds_up_as_torch(1024, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("kind", "names"),
     [("llama", {"apply_rotary_pos_emb", "forward"}), ("qwen3", {"apply_rotary_pos_emb", "forward"}),
