@@ -81,13 +81,18 @@ if TYPE_CHECKING:
     from qbench.progress import Advance
 
 
-def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True) -> None:
+def compute(
+    result: CellResult, store: Store, cache: Path, *, reuse: bool = True,
+    base_at_work: Path | None = None,
+) -> None:  # fmt: skip
     """Load, quantize, audit and score one cell into ``result``.
 
     ``cache`` keeps quantized weights, the unquantized model's hidden states and finished tasks,
     which are not scored again unless ``reuse`` is false. ``store`` is only read: the unquantized
-    cell's record. A task that fails is named in ``result`` and the others are kept. Raises
-    QbenchError if none is left, or if the cell cannot be loaded, quantized or audited.
+    cell's record. While the file ``base_at_work`` exists, another process computes that cell, and
+    each task is scored once its hidden states are there. A task that fails is named in ``result``
+    and the others are kept. Raises QbenchError if none is left, or if the cell cannot be loaded,
+    quantized or audited.
     """
     cell, plan = result.cell, result.plan
     result.progress.stage(cell.name, "prepare")
@@ -130,9 +135,13 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
         tasks = loading.result()
         result.documents = {task.name: task.digest for task in tasks}
         model = quantized(result, model, tokenizer, cache)
+        evaluation = _Evaluation(result, tokenizer, store, cache, base_at_work)
+        if base_at_work is not None and base_at_work.exists():
+            with result.stage("wait", shown=False):
+                evaluation.read_base(tasks[0].name)
         with result.stage("evaluate", shown=False):  # but each of its tasks is
             building.exception()  # waits; what cannot be built says so when its task is scored
-            _Evaluation(result, tokenizer, store, cache).run(model, tasks, reuse)
+            evaluation.run(model, tasks, reuse)
 
 
 def _load_tasks(result: CellResult) -> list[LoadedTask]:
@@ -323,12 +332,6 @@ def quantized_model(
     )
 
 
-def quantize_ahead(cell: Cell, plan: Plan, cache: Path) -> None:
-    """Make the quantized weights of ``cell`` in ``cache``, where the cell reads them."""
-    tokenizer = load_tokenizer(cell.checkpoint)
-    quantized_model(cell, load(cell, plan), tokenizer, cache, lambda done, total: None)
-
-
 def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:
     """Return the cell's calibration text as token ids of ``tokenizer``; None if it has none. Raises
     EvaluationError for ids that the model does not embed."""
@@ -344,10 +347,10 @@ def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibratio
     return calibration
 
 
-def _baseline(result: CellResult, store: Store) -> set[str] | None:
-    """Return the names of the tasks that the unquantized cell has scored, against which damage is
-    measured. None: the cell is unquantized or damage is switched off, or cannot be had; then
-    ``result.no_damage`` says why."""
+def _baseline(result: CellResult, store: Store, at_work: bool) -> set[str] | None:
+    """Return the names of the tasks that the unquantized cell has scored, or is to score while it
+    is ``at_work``, against which damage is measured. None: the cell is unquantized or damage is
+    switched off, or cannot be had; then ``result.no_damage`` says why."""
     cell = result.cell
     if not result.plan.recipe.evaluation.damage or not cell.quantization.precision.quantized:
         return None
@@ -357,6 +360,8 @@ def _baseline(result: CellResult, store: Store) -> set[str] | None:
     elif cell.base is None:
         reason = "the recipe has no unquantized cell to compare with"
         result.no_damage = Unavailable(reason=reason)
+    elif at_work:
+        return {task.name for task in result.plan.tasks}
     else:
         why = f"{cell.base.cell} has no finished record; run that cell first, then this one again"
         try:
@@ -374,14 +379,18 @@ class _Evaluation:
     against the unquantized cell. ``observer`` sees the hidden states of what is scored."""
 
     def __init__(
-        self, result: CellResult, tokenizer: PreTrainedTokenizerBase, store: Store, cache: Path
-    ) -> None:
+        self, result: CellResult, tokenizer: PreTrainedTokenizerBase, store: Store, cache: Path,
+        base_at_work: Path | None,
+    ) -> None:  # fmt: skip
         self.result, self.cell, self.tokenizer = result, result.cell, tokenizer
-        self.cache, self.kept = cache, TaskStore(cache)
-        self.base, self.base_parts = _baseline(result, store), None
+        self.store, self.cache, self.kept = store, cache, TaskStore(cache)
+        self.base_at_work = base_at_work
+        self.base, self.base_parts = _baseline(result, store, self._base_works()), None
         if self.base is not None:
             self.base_parts = result.plan.cell(self.cell.base.cell).key_parts
         self.observer: BaselineWriter | KLObserver | None = None
+        if self.base is not None:
+            self.observer = KLObserver(BaselineHiddenStates({}, torch.empty(0), None))
         damage, quantized = result.plan.recipe.evaluation.damage, self.cell.quantization.precision
         gives_probabilities = (
             self.cell.scoring.mode != "lm-eval" or self.cell.quantization.runtime == "lm-eval"
@@ -395,14 +404,7 @@ class _Evaluation:
         cell, result = self.cell, self.result
         done = {task.name: self._finished(task) if reuse else None for task in tasks}
         left = [task for task in tasks if done[task.name] is None]
-        if self.base is not None and left:
-            names = sorted({task.name for task in left} & self.base)
-            try:
-                states = BaselineHiddenStates.load(self.cache, self.base_parts, names)
-                self.observer = KLObserver(states)
-            except ResultsError as error:
-                self.base, result.no_damage = None, Unavailable(reason=str(error), retry=True)
-        elif self.is_baseline:
+        if self.is_baseline:
             self.observer = BaselineWriter()
         if left:
             scorer = language_model(
@@ -422,6 +424,7 @@ class _Evaluation:
         judged: dict[str, Future[TaskResult | None]] = {}
         with ThreadPoolExecutor(1) as thread:  # a task is judged while the next one is scored
             for task in left:
+                self.read_base(task.name)
                 result.progress.stage(cell.name, f"evaluate {task.name}")
                 work = attempt(task, partial(self._score, scorer, task))
                 if work is not None:
@@ -435,6 +438,32 @@ class _Evaluation:
         if groups := result.plan.groups:
             scores = [score for task in result.tasks for score in task.record.scores]
             result.groups = group_scores(groups, scores)
+
+    def _base_works(self) -> bool:
+        """Return whether another process still computes the unquantized cell."""
+        return self.base_at_work is not None and self.base_at_work.exists()
+
+    def read_base(self, task: str) -> None:
+        """Read the hidden states of ``task`` for the observer; wait for them while another process
+        computes the unquantized cell."""
+        result, told = self.result, False
+        while self.base is not None:
+            working = self._base_works()
+            if not working and self.base_at_work is not None:  # it has ended
+                self.base_at_work, self.base = None, _baseline(result, self.store, at_work=False)
+            try:
+                names, before = {task} & (self.base or set()), self.observer.base
+                load = BaselineHiddenStates.load
+                self.observer.base = load(self.cache, self.base_parts, names, before)
+                return
+            except ResultsError as error:
+                if not working:
+                    self.base, result.no_damage = None, Unavailable(reason=str(error), retry=True)
+                    return
+            if not told:
+                result.progress.stage(self.cell.name, f"wait for {self.cell.base.cell}")
+                told = True
+            time.sleep(0.1)
 
     def _key(self, task: LoadedTask) -> CellKey:
         """Return the key of one task of the cell in the cache."""

@@ -521,7 +521,7 @@ class GroupScore(_Value):
 class Stage(RecordModel):
     """One step of a cell: what it cost."""
 
-    name: Literal["make", "load", "quantize", "audit", "evaluate", "analyze", "sensitivity"]
+    name: Literal["make", "load", "quantize", "audit", "wait", "evaluate", "analyze", "sensitivity"]
     seconds: float
     peak_memory_gib: float  # CUDA: of that device's allocator; CPU: resident set of the process
     detail: str = ""  # e.g. "artifact reused"

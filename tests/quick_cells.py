@@ -33,7 +33,7 @@ def quickly(fn, name, marks, deaths, **settings):
     for module in ("qbench.cell", "qbench.runner.preload"):  # which import torch
         sys.modules.setdefault(module, ModuleType(module))
 
-    def step(result, store, cache, *, reuse):
+    def step(result, store, cache, **_):
         result.progress.stage(result.cell.name, "step")
         marks.mkdir(exist_ok=True)
         if len(list(marks.iterdir())) < deaths:

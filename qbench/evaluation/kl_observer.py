@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -62,14 +62,14 @@ class BaselineHiddenStates:
         """Write the hidden states of ``task`` into the folder ``cache`` (an empty file if it has
         none), and the LM head unless the cache has it, each with its digest. ``parts``: the cell's
         key parts. Raises ResultsError if a file cannot be written."""
-        states = self.tasks.get(task)
-        files = {task_key(parts, task): {} if states is None else states._asdict()}
-        kept = -1
+        states, files, kept = self.tasks.get(task), dict[str, Any](), -1
         if baseline_file(cache, head_key(parts)).exists():
             with suppress(ResultsError):  # a damaged file is written anew
                 kept = len(_read(cache, head_key(parts))["weight"])
         if kept < len(self.weight):
             files[head_key(parts)] = {"weight": self.weight, "bias": self.bias}
+        # last: a cell that runs beside this one waits for it
+        files[task_key(parts, task)] = {} if states is None else states._asdict()
         for key, tensors in files.items():
             path = baseline_file(cache, key)
             clean_temporaries(path.parent)
@@ -83,15 +83,17 @@ class BaselineHiddenStates:
 
     @classmethod
     def load(
-        cls, cache: Path, parts: Mapping[str, Any], tasks: Iterable[str]
-    ) -> BaselineHiddenStates:
-        """Read the hidden states of ``tasks``, memory-mapped; tasks that score no token are left
-        out. ``parts``: the cell's key parts. Raises ResultsError if a file is missing, damaged or
-        another cell's."""
-        states = {}
+        cls, cache: Path, parts: Mapping[str, Any], tasks: Iterable[str], more: Self | None = None
+    ) -> Self:
+        """Read the hidden states of ``tasks``, memory-mapped, and add those of ``more``; tasks that
+        score no token are left out. ``parts``: the cell's key parts. Raises ResultsError if a file
+        is missing, damaged or another cell's."""
+        states = {} if more is None else dict(more.tasks)
         for task in tasks:
             if tensors := _read(cache, task_key(parts, task)):
                 states[task] = TaskHiddenStates(**tensors)
+        if more is not None and len(more.weight):
+            return cls(states, more.weight, more.bias)
         head = _read(cache, head_key(parts)) if states else {"weight": torch.empty(0)}
         return cls(states, head["weight"], head.get("bias"))
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
@@ -24,7 +25,6 @@ from qbench.machine import attempt, broken_device
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, loaded
 from qbench.progress import Progress, SilentProgress
-from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
 from qbench.runner.workers import PRELOAD, LostExecutorError, Workers
@@ -116,8 +116,8 @@ class _GridRun:
     cache: Path
     force: bool
     begun: datetime = field(default_factory=partial(datetime.now, UTC))
-    quantize_ahead: Callable[[str], Future] | None = None  # of a cell, by name
     at_once: int = sys.maxsize  # cells that run side by side
+    early: bool = False  # cells begin beside the unquantized one
     done: dict[str, Record] = field(default_factory=dict)
     rerun: set[str] = field(default_factory=set)
 
@@ -172,58 +172,40 @@ class _GridRun:
         """Run ``cells`` side by side on ``executor``; their records go to ``done``."""
         out, cache = self.store.directory.resolve(), self.cache.resolve()
         if isinstance(executor, Workers):  # of this host, with one cache
-            ahead = partial(quantize_ahead, self.plan, out=out, cache=cache)
-            self.quantize_ahead = partial(_submit, executor, ahead)
-            self.at_once = executor.processes
+            self.at_once, self.early = executor.processes, not self.force
         # an executor over other hosts has its own ``listen``
         with getattr(executor, "listen", listening)(self.progress) as reporter:
             call = partial(run_cell, self.plan, out=out, cache=cache, reuse=not self.force)
             self._side_by_side(cells, partial(_submit, executor, call, progress=reporter))
 
     def _side_by_side(self, cells: Sequence[Cell], submit: Callable[..., Future]) -> None:
-        """Run ``cells``, each after the cell that it depends on; meanwhile weights of waiting cells
-        are quantized."""
+        """Run ``cells``, each after the cell that it depends on. If a process is free, one begins
+        beside that cell too: it loads, quantizes and audits meanwhile, and waits for each task."""
         waiting, at_work = list(cells), dict[Future, Cell]()
-        ahead: dict[str, Future] | None = None
-        while True:
-            unfinished = {cell.key for cell in (*waiting, *at_work.values())}
-            ready = [c for c in waiting if c.base is None or c.base.key not in unfinished]
-            if ahead and len(ready) >= self.at_once - len(at_work):  # cells come first
-                ahead = {name: making for name, making in ahead.items() if not making.cancel()}
-            for cell in ready:
-                if len(at_work) >= self.at_once:
-                    break  # one that is ready by then may take longer
-                making = ahead.pop(cell.name, None) if ahead else None
-                if making is not None and not making.cancel() and not making.done():
-                    ahead[cell.name] = making  # it finds the weights once they are made
-                    continue
-                waiting.remove(cell)
-                future = submit(cell.name, force=self.force or cell.name in self.rerun)
-                at_work[future] = cell
-            if ahead is None and len(at_work) < self.at_once:  # what is queued begins before a cell
-                # calibration is the longest part; a failure is reported when the cell runs
-                ahead = {
-                    cell.name: self.quantize_ahead(cell.name)
-                    for cell in waiting
-                    if self.quantize_ahead is not None
-                    and cell.quantization.needs_calibration
-                    and not isinstance(cell.quantization.weights, LibraryMade)
-                }
-            if not at_work and not ahead:
-                return
-            makings = (ahead or {}).values()
-            done = wait_for([*at_work, *makings], return_when=FIRST_COMPLETED).done
-            ahead = ahead and {name: each for name, each in ahead.items() if each not in done}
-            for future in done & at_work.keys():
-                cell = at_work.pop(future)
-                try:
-                    record = future.result()
-                except DEAD as error:
-                    self.progress.end(cell.name)
-                    lost = isinstance(error, LostExecutorError)
-                    record = self.give_up(cell, str(error) if lost else DIED)
-                assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
-                self.done[cell.name] = record
+        with TemporaryDirectory() as folder:  # of a file for each cell at work
+            while waiting or at_work:
+                unfinished = {cell.key for cell in (*waiting, *at_work.values())}
+                ready = [c for c in waiting if c.base is None or c.base.key not in unfinished]
+                running = {cell.key for cell in (*ready, *at_work.values())} if self.early else ()
+                ready += [c for c in waiting if c.base is not None and c.base.key in running]
+                for cell in ready[: max(0, self.at_once - len(at_work))]:
+                    # one that is ready once a process is free may take longer than the rest
+                    waiting.remove(cell)
+                    Path(folder, cell.key).touch()
+                    base = None if cell.base is None else Path(folder, cell.base.key)
+                    again = self.force or cell.name in self.rerun
+                    at_work[submit(cell.name, force=again, base_at_work=base)] = cell
+                for future in wait_for(at_work, return_when=FIRST_COMPLETED).done:
+                    cell = at_work.pop(future)
+                    Path(folder, cell.key).unlink()
+                    try:
+                        record = future.result()
+                    except DEAD as error:
+                        self.progress.end(cell.name)
+                        lost = isinstance(error, LostExecutorError)
+                        record = self.give_up(cell, str(error) if lost else DIED)
+                    assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
+                    self.done[cell.name] = record
 
     def give_up(self, cell: Cell, line: str) -> Record:
         """Write and return a failed record for a cell whose process died with the error ``line``;
@@ -248,14 +230,16 @@ def run_cell(
     progress: Progress,
     force: bool = False,
     reuse: bool = True,
+    base_at_work: Path | None = None,
 ) -> Record:
     """Return the valid record of the cell ``name`` in the results folder ``out``; compute the cell
     if there is none, if damage can be added to it, or with ``force``. If the cell fails, the record
     says so.
 
     ``cache`` holds quantized weights, unquantized hidden states and finished tasks, which are used
-    unless ``reuse`` is false. The cell is locked meanwhile: if another run computes it, this waits
-    and takes its record if it is valid, even with ``force``.
+    unless ``reuse`` is false. ``base_at_work``: a file that exists while another process computes
+    the cell that damage is measured against. The cell is locked meanwhile: if another run computes
+    it, this waits and takes its record if it is valid, even with ``force``.
     """
     cell, store = plan.cell(name), Store(out)
     lock = FileLock(store.path(cell.grid_cell, ".lock"))
@@ -270,18 +254,18 @@ def run_cell(
         if not force and is_up_to_date(record, cell, plan, store, cache):
             progress.log(f"{cell.name}: already finished")
         else:
-            record = run(cell, plan, store, progress, cache, reuse=reuse)
+            record = run(cell, plan, store, progress, cache, reuse=reuse, base_at_work=base_at_work)
             progress.log(summary(record), "bold red" if record.status == "failed" else "")
         progress.end(cell.name)
         return record
 
 
 def run(
-    cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path, *, reuse: bool = True
+    cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path, **settings: Any
 ) -> Record:
     """Compute one cell and return its record, a failed one if an exception was raised. The record
     is written, but a failed one never replaces a good one. The libraries' output goes to the cell's
-    log. With ``reuse`` quantized weights and finished tasks are taken from the ``cache``."""
+    log. ``settings``: of ``qbench.cell.compute``."""
     result = CellResult(cell=cell, plan=plan, progress=progress)
 
     def work() -> None:
@@ -289,26 +273,12 @@ def run(
         from qbench.cell import compute
 
         try:
-            compute(result, store, cache, reuse=reuse)
+            compute(result, store, cache, **settings)
         except CheckpointError:
             result.bad_input = True
             raise
 
     return result.save(store, attempt(work, store.path(cell.grid_cell, ".log"), plan.device))
-
-
-def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
-    """Make the quantized weights of the cell ``name`` in ``cache``. Errors go to the cell's log in
-    the results folder ``out`` only."""
-    cell = plan.cell(name)
-
-    def work() -> None:
-        import_module(PRELOAD)
-        from qbench import cell as module
-
-        module.quantize_ahead(cell, plan, cache)
-
-    attempt(work, Store(out).path(cell.grid_cell, ".log"), plan.device)
 
 
 def lacks(record: Record | None, cell: Cell) -> str | None:

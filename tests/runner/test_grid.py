@@ -21,7 +21,7 @@ from qbench.machine import GIB
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.runner.grid import _GridRun, quantize_ahead, run, run_cells
+from qbench.runner.grid import _GridRun, run, run_cells
 from qbench.runner.progress import Display
 from qbench.runner.workers import LostExecutorError, Workers
 from qbench.store import Store
@@ -207,8 +207,7 @@ def test_cells_that_take_longest_begin_first(tmp_path):
 
 
 def test_of_the_cells_that_are_ready_when_a_process_is_free_the_longest_begins(tmp_path):
-    """Not those that were ready first, and no weights are made ahead, which a process that is free
-    would take from the queue before the cell is chosen."""
+    """Not those that were ready first."""
     names = ["fp32", "int8-tensor", "rtn-4bit", "gptq-4bit"]
     plan_ = planned(
         tmp_path, quantizers=names, calibration=TEXT, evaluation={"limit": 3, "scoring": "fast"}
@@ -217,8 +216,7 @@ def test_of_the_cells_that_are_ready_when_a_process_is_free_the_longest_begins(t
     store = Store(tmp_path / "out")
     grid = _GridRun(plan_, store, SilentProgress(), tmp_path / "cache", force=False, at_once=2)
     futures = {name: Future() for name in order}
-    begun, ahead = [], []
-    grid.quantize_ahead = lambda name: ahead.append(name) or Future()
+    begun = []
 
     def submit(name, **_):
         begun.append(name)
@@ -232,7 +230,6 @@ def test_of_the_cells_that_are_ready_when_a_process_is_free_the_longest_begins(t
             futures[name].set_result(SimpleNamespace(key=plan_.cell(name).key))
         running.result()
     assert begun == order
-    assert ahead == []
 
 
 def test_no_cell_is_run_in_a_process_whose_gpu_is_broken(tmp_path, monkeypatch):
@@ -242,47 +239,47 @@ def test_no_cell_is_run_in_a_process_whose_gpu_is_broken(tmp_path, monkeypatch):
     assert "an earlier cell left the GPU unusable (CUDA error)" in records[0].error
 
 
-def test_weights_are_quantized_while_the_unquantized_cells_run(tmp_path):
-    """A cell begins when the one that it is measured against is done and its weights are made; what
-    has not begun by then it makes itself."""
-    plan_ = planned(tmp_path, quantizers=["fp32", "rtn-4bit", "gptq-4bit"], calibration=TEXT)
-    store = Store(tmp_path / "out")
-    grid = _GridRun(plan_, store, SilentProgress(), tmp_path / "cache", force=False)
-    ahead = {f"{name}/gptq-4bit": Future() for name in ("softmax", "softpick")}
-    grid.quantize_ahead = ahead.__getitem__
-    futures, begun = {name: Future() for name in ("softmax/fp32", "softpick/fp32")}, []
+def test_a_cell_begins_beside_the_unquantized_one_if_no_other_is_ready(tmp_path):
+    plan_ = planned(tmp_path)
+    store, order = Store(tmp_path / "out"), [f"softmax/{name}" for name in ("fp32", "rtn-4bit")]
+    grid = _GridRun(plan_, store, SilentProgress(), tmp_path, force=False, at_once=2, early=True)
+    futures, at_work = {name: Future() for name in order}, {}
 
-    def submit(name, **_):
-        begun.append(name)
-        future = futures.get(name, Future())
-        if name not in futures:
-            future.set_result(SimpleNamespace(key=plan_.cell(name).key))
-        return future
+    def submit(name, base_at_work, **_):
+        at_work[name] = base_at_work is not None and base_at_work.exists()
+        if len(at_work) == len(order):  # both are at work
+            for each, future in futures.items():
+                future.set_result(SimpleNamespace(key=plan_.cell(each).key))
+        return futures[name]
 
-    steps = []
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(grid._side_by_side, plan_.cells, submit)
-        ahead["softmax/gptq-4bit"].set_running_or_notify_cancel()
-        for name, future in [*futures.items(), ("softmax/gptq-4bit", ahead["softmax/gptq-4bit"])]:
-            time.sleep(0.2)
-            steps.append(set(begun))
-            future.set_result(SimpleNamespace(key=plan_.cell(name).key))
-        running.result()
-    assert steps[0] == {"softmax/fp32", "softpick/fp32"}
-    assert steps[1] - steps[0] == {"softmax/rtn-4bit"}
-    assert steps[2] - steps[1] == {"softpick/rtn-4bit", "softpick/gptq-4bit"}
-    assert begun[-1] == "softmax/gptq-4bit"
-    assert ahead["softpick/gptq-4bit"].cancelled()
+    grid._side_by_side([plan_.cell(name) for name in order], submit)
+    assert at_work == {"softmax/fp32": False, "softmax/rtn-4bit": True}
 
 
-def test_a_cell_finds_the_weights_that_were_quantized_ahead(tmp_path):
-    plan_ = planned(tmp_path, quantizers=["fp32", "gptq-4bit"], calibration=TEXT)
-    out, cache = tmp_path / "out", tmp_path / "cache"
-    quantize_ahead(plan_, "softmax/gptq-4bit", out=out, cache=cache)
-    cells = [plan_.cell(f"softmax/{name}") for name in ("fp32", "gptq-4bit")]
-    records = run_cells(plan_, out=out, cells=cells, cache=cache)
-    [stage] = [stage for stage in records[1].stages if stage.name == "quantize"]
-    assert "artifact reused" in stage.detail
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_cell_waits_for_the_hidden_states_of_the_unquantized_one(tmp_path, monkeypatch, ends):
+    """They are there before its record. If it ends without them, damage is not measured."""
+    plan_, at_work = planned(tmp_path, checkpoints=ONE), tmp_path / "at work"
+    base, cell = plan_.cells
+    store, others = Store(tmp_path / "out"), Store(tmp_path / "another out")
+    at_work.touch()
+    looked = []
+
+    def works(evaluation):
+        looked.append(evaluation)
+        if len(looked) == 3:  # it waits
+            at_work.unlink() if ends else run(base, plan_, others, SilentProgress(), tmp_path)
+        return at_work.exists()
+
+    monkeypatch.setattr("qbench.cell._Evaluation._base_works", works)
+    record = run(cell, plan_, store, SilentProgress(), tmp_path, base_at_work=at_work)
+    assert [stage.name for stage in record.stages][-2:] == ["wait", "evaluate"]
+    if ends:
+        assert record.damage.reason.startswith("softpick/fp32 has no finished record")
+        assert record.damage.retry
+    else:
+        after = run(cell, plan_, others, SilentProgress(), tmp_path, reuse=False)
+        assert record.damage == after.damage
 
 
 # What a plan says that cells will take.
