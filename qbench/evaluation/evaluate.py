@@ -128,17 +128,21 @@ class TemplateTask(ConfigurableTask):
 
     def _once(self, name: str, doc: Any, template: Any = None) -> Any:
         """Return what lm-eval's method ``name`` gives for ``doc``; twice the same object."""
-        made, make = self._made.get(id(doc)), getattr(super(), name)
-        if made is None or not isinstance(template, str | None):
-            return make(doc, template)
-        key = name, template
+        made, key = self._made.get(id(doc)), (name, template)
+        if made is None or not (template is None or isinstance(template, str)):
+            return getattr(super(), name)(doc, template)
         if key not in made:
-            made[key] = make(doc, template)
+            made[key] = getattr(super(), name)(doc, template)
         return made[key]
 
-    doc_to_text = functools.partialmethod(_once, "doc_to_text")
-    doc_to_target = functools.partialmethod(_once, "doc_to_target")
-    doc_to_choice = functools.partialmethod(_once, "doc_to_choice")
+    def doc_to_text(self, doc: Any, doc_to_text: Any = None) -> Any:
+        return self._once("doc_to_text", doc, doc_to_text)
+
+    def doc_to_target(self, doc: Any, doc_to_target: Any = None) -> Any:
+        return self._once("doc_to_target", doc, doc_to_target)
+
+    def doc_to_choice(self, doc: Any, doc_to_choice: Any = None) -> Any:
+        return self._once("doc_to_choice", doc, doc_to_choice)
 
     def build_all_requests(self, **settings: Any) -> None:
         """Build the task's ``instances``, without answers. If building draws nothing at random and
