@@ -17,6 +17,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from qbench import __version__, removed
+from qbench.cli.options import CommandGroup
 from qbench.errors import INTERRUPTED, STOPPED, OutputError, QbenchError, shown
 from qbench.files import write_atomically
 from qbench.machine import set_library_env, visible_gpus
@@ -109,8 +110,6 @@ def load(name: str) -> Any:
     function = getattr(module, name if hasattr(module, name) else f"{name}_command")
     group = function
     if not isinstance(function, typer.Typer):
-        from qbench.cli.options import CommandGroup  # recipes: half a second
-
         group = CommandGroup()
         group.register(function, name)
     command = typer.main.get_command(group)

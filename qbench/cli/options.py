@@ -1,5 +1,5 @@
 """Define commands, whose options are explained in their docstrings, and the options that several
-commands have. Those that replace parts of a recipe are at the end."""
+commands have."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic.fields import FieldInfo
 
 from qbench.errors import OutputError, RecipeError
 from qbench.files import require_writable
 from qbench.plugins import load_file
-from qbench.recipe import Overrides
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 
 def _path(text: str) -> Path:
@@ -65,9 +66,13 @@ class CommandGroup(typer.Typer):
         chosen: tuple[str, ...] = ()  # fields of Overrides
         for parameter in inspect.signature(command, eval_str=True).parameters.values():
             if parameter.name == "overrides":
+                from qbench.recipe import Overrides  # half a second: other commands need none
+
                 chosen = get_args(parameter.annotation)[1:] or tuple(Overrides.model_fields)
+                options = {name: _option(Overrides.model_fields[name]) for name in chosen}
+                options["plugin"] = PluginOption
                 parameters += [
-                    parameter.replace(name=name, default=None, annotation=OPTIONS[name])
+                    parameter.replace(name=name, default=None, annotation=options[name])
                     for name in (*chosen, "plugin")
                 ]
             else:
@@ -171,7 +176,3 @@ def _option(part: FieldInfo) -> Any:
     kind = settings.pop("type", part.annotation)
     option = typer.Option(*flags, help=" ".join(part.description.split()), **settings)
     return Annotated[kind, option]
-
-
-OPTIONS = {name: _option(part) for name, part in Overrides.model_fields.items()}
-OPTIONS["plugin"] = PluginOption

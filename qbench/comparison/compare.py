@@ -29,7 +29,6 @@ from qbench.statistics import (
     Column,
     Effect,
     Missing,
-    Panel,
     Trainings,
     adjust,
     drawing_error,
@@ -37,7 +36,7 @@ from qbench.statistics import (
     joined,
     over_trainings,
 )
-from qbench.statistics.panel import Signs
+from qbench.statistics.panel import Signs, on_shared_documents
 from qbench.store import Store
 from qbench.text import NO_VALUE
 
@@ -301,13 +300,11 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Cell
             if entry.status == "ok":
                 shown[entry.cell] |= {(row.task, row.metric), (row.task, variance_name(row.metric))}
     columns: dict[str, dict[CellMetric, Column]] = defaultdict(dict)
-    arrays: dict[bytes, np.ndarray] = {}  # of documents, one for all cells that have the same
     for cell, record in comparison.records.items():
         if cell in shown:
             outcomes = read_columns(store, record, shown[cell])
             for (task, metric), column in (outcomes | of_groups(record, outcomes)).items():
-                documents = arrays.setdefault(column.documents.tobytes(), column.documents)
-                columns[task][cell, metric] = replace(column, documents=documents)
+                columns[task][cell, metric] = column
     return columns
 
 
@@ -414,14 +411,16 @@ def count_flips(
     for (task, metric), after in quantized.items():
         if (before := base.get((task, metric))) is None:
             continue
-        panel = Panel.of({"before": before, "after": after})
-        right = panel.values == 1
-        binary = (panel.weights == 1).all() and (right | (panel.values == 0)).all()
-        if not (panel.documents and binary):
+        both = on_shared_documents((before, after))
+        right_before, right_after = (column.values == 1 for column in both)
+        binary = (
+            (column.weights == 1).all() and (right | (column.values == 0)).all()
+            for column, right in zip(both, (right_before, right_after), strict=True)
+        )
+        if not (len(right_after) and all(binary)):
             continue
-        right_before, right_after = right.T
         flips.setdefault(task, {})[metric] = Flips(
-            documents=panel.documents,
+            documents=len(right_after),
             right_to_wrong=int((right_before & ~right_after).sum()),
             wrong_to_right=int((~right_before & right_after).sum()),
         )

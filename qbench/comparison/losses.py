@@ -149,38 +149,55 @@ def score_losses(
 def _inferred(comparison: Comparison, losses: Losses) -> Losses:
     """Return ``losses`` with the intervals of cells, and with those of each group of trainings
     against the first."""
-    terms, columns, aggregation = losses.terms, losses.columns, losses.aggregation
-    made = dict(zip(terms, effects(columns, [*terms.values()], aggregation), strict=True))
-    cells = {cell: made.get(cell, Missing(reason=NO_DOCUMENTS)) for cell in losses.means}
-    contrasts, overall = {}, {}
     (_, base), *others = comparison.groups.items()
+    asked: dict[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = {}  # "": over all
     for group, members in others:
         both = (*members, *base)
         shared = [name for name in comparison.quantizers
                   if all(f"{member}/{name}" in losses.means for member in both)]  # fmt: skip
-        for names in ([name] for name in shared):
-            contrasts[group, names[0]] = _against(losses, members, base, names)
+        asked |= {(group, name): (members, [name]) for name in shared}
         if shared:
-            overall[group] = _against(losses, members, base, shared)
-    return replace(losses, cells=cells, contrasts=adjusted(contrasts), overall=adjusted(overall))
+            asked[group, ""] = (members, shared)
+    trainings = {key: _against(losses, base, *each) for key, each in asked.items()}
+    single = {key: each[0][0] for key, each in trainings.items() if [*map(len, each)] == [1]}
+    signs = losses.terms | single  # all at once: their columns are prepared once
+    effects_of = effects(losses.columns, [*signs.values()], losses.aggregation)
+    made: dict[object, Effect | Missing] = dict(zip(signs, effects_of, strict=True))
+    for key, each in trainings.items():
+        if each and key not in made:
+            made[key] = over_trainings(losses.columns, each, losses.aggregation)
+    unknown = Missing(reason=NO_DOCUMENTS)
+    answers = {
+        key: _sized(losses, made.get(key, unknown), base, *each) for key, each in asked.items()
+    }
+    return replace(
+        losses,
+        cells={cell: made.get(cell, unknown) for cell in losses.means},
+        contrasts=adjusted({key: each for key, each in answers.items() if key[1]}),
+        overall=adjusted({group: each for (group, name), each in answers.items() if not name}),
+    )
 
 
 def _against(
-    losses: Losses, members: Sequence[str], base: Sequence[str], names: Sequence[str]
-) -> Effect | Missing:
-    """Return the effect of ``members`` minus ``base``, as a mean over the quantizers ``names``; if
-    it has no interval, its size."""
+    losses: Losses, base: Sequence[str], members: Sequence[str], names: Sequence[str]
+) -> Trainings:
+    """Return the signed columns of ``members`` minus ``base``, as a mean over the quantizers
+    ``names``; [] if a cell has no outcomes."""
 
     def signs(member: str, sign: int) -> Signs:
         return _sum((losses.terms[f"{member}/{name}"], sign / len(names)) for name in names)
 
-    answer: Effect | Missing = Missing(reason=NO_DOCUMENTS)
     if all(f"{member}/{name}" in losses.terms for member in (*members, *base) for name in names):
-        groups = minus(members, base, signs)
-        if len(members) == len(base) == 1:
-            (answer,) = effects(losses.columns, groups[0], losses.aggregation)
-        else:
-            answer = over_trainings(losses.columns, groups, losses.aggregation)
+        return minus(members, base, signs)
+    return []
+
+
+def _sized(
+    losses: Losses, answer: Effect | Missing, base: Sequence[str], members: Sequence[str],
+    names: Sequence[str],
+) -> Effect | Missing:  # fmt: skip
+    """Return ``answer``, what ``members`` lose more than ``base`` as a mean over the quantizers
+    ``names``; if it has no interval, with its size."""
     if isinstance(answer, Effect):
         return answer
     sides = [[losses.size(f"{member}/{name}") for member in group for name in names]

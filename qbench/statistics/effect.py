@@ -198,9 +198,10 @@ def _effects(panel: Panel, contrasts: Sequence[Signs], aggregation: str) -> list
     problems = np.select(conditions, range(len(PROBLEMS)), len(PROBLEMS))
     signs = panel.signs(contrasts)
     problem = np.where(signs != 0, problems, len(PROBLEMS)).min(axis=1)
-    answers: list[Answer | None] = [
-        Missing(reason=PROBLEMS[each]) if each < len(PROBLEMS) else None for each in problem
-    ]
+    answers: dict[int, Answer] = {
+        place: Missing(reason=PROBLEMS[each])
+        for place, each in enumerate(problem.tolist()) if each < len(PROBLEMS)
+    }  # fmt: skip
     kept, places = problems == len(PROBLEMS), np.flatnonzero(problem == len(PROBLEMS))
     if len(places):
         if not kept.all():
@@ -209,10 +210,10 @@ def _effects(panel: Panel, contrasts: Sequence[Signs], aggregation: str) -> list
         step = min(MOST_CONTRASTS, max(1, TOGETHER // panel.documents))
         for start in range(0, len(places), step):
             part = places[start : start + step]
-            made = block.answers(signs[part][:, kept])
-            for place, answer in zip(part, made, strict=True):
-                answers[place] = answer
-    return answers
+            made = block.answers(part, signs[part][:, kept])
+            answers |= zip(part.tolist(), made, strict=True)
+        answers |= block.score_tests()
+    return [answers[place] for place in range(len(contrasts))]
 
 
 # Why a column has no effect. A document with all the weight leaves nothing to compare it with.
@@ -220,11 +221,12 @@ PROBLEMS = ("one document has all the weight", "a score is not finite", "a KL di
 
 
 class _Block:
-    """Computes contrasts of columns on the same documents."""
+    """Computes contrasts of columns on the same documents. ``tests``: score tests with the places
+    of their contrasts, a batch each, from which ``score_tests`` makes effects."""
 
     def __init__(self, panel: Panel, aggregation: str, kl: bool) -> None:
         self.aggregation, self.kl, self.documents = aggregation, kl, panel.documents
-        self.kind = kind_of(aggregation)
+        self.kind, self.tests = kind_of(aggregation), []
         self.scores, self.weights = Scores(panel, aggregation), panel.weights.T
         values = self.scores.values
         self.most, self.freedom = values.max(axis=1), effective_documents(self.weights) - 1
@@ -232,12 +234,14 @@ class _Block:
         self.bounded = bounded & np.all(self.weights == 1, axis=1)
         self.lengths = np.unique(self.weights, axis=0) if aggregation in LOG_SCALE else ()
 
-    def answers(self, signs: Floats) -> list[Answer]:
-        """Return an effect, or why there is none, per row of ``signs`` [contrasts, columns]."""
+    def answers(self, where: NDArray, signs: Floats) -> list[Answer | None]:
+        """Return an effect, or why there is none, per row of ``signs`` [contrasts, columns], which
+        are at ``where`` among all; None for those that ``score_tests`` will have."""
         made, used, documents = self.scores.contrasts(signs), signs != 0, self.documents
         bounded = np.all(self.bounded | ~used, axis=1)
-        changed = np.array([np.count_nonzero(step) for step in made.steps])  # faster than by axis
-        changed[np.count_nonzero(used, axis=1) == 1] = documents
+        changed = np.full(len(signs), documents)
+        for place in np.flatnonzero(~bounded & (np.count_nonzero(used, axis=1) != 1)):
+            changed[place] = np.count_nonzero(made.steps[place])  # faster than by axis
         missing = np.zeros(len(signs), bool)
         if self.aggregation == LOG_MEAN:  # few lengths of answers may change; KL always does
             missing = ((changed > 0) & (changed < FEW_CHANGES)) | (documents < FEWEST_KL)
@@ -251,7 +255,7 @@ class _Block:
             estimate = float(made.estimate[place])
             answers[place] = Missing(reason=reason, estimate=estimate, kind=self.kind)
         if len(places := np.flatnonzero(bounded)):
-            answers |= self._effects(places, self._score_test(made[places]))
+            self.tests.append((where[places], self._score_test(made[places])))
         drawn = ~missing & ~bounded & (made.stderr > 0) & (documents >= ENOUGH_TO_DRAW)
         if self.aggregation == LOG_MEAN and drawn.any():
             places = np.flatnonzero(drawn)
@@ -263,10 +267,17 @@ class _Block:
             if len(places) and (documents <= MOST_DOCUMENTS or np.ptp(weights)):
                 valid, method = bootstrap_ratios(made[places], weights)
                 answers |= self._effects(places[valid], method)
-        places = np.array([place for place in range(len(signs)) if place not in answers], int)
+        rest = np.flatnonzero(~bounded)
+        places = np.array([place for place in rest.tolist() if place not in answers], int)
         if len(places):
             answers |= self._effects(places, self._student_t(made[places], used[places]))
-        return [answers[place] for place in range(len(signs))]
+        return [answers.get(place) for place in range(len(signs))]
+
+    def score_tests(self) -> Iterator[tuple[int, Effect]]:
+        """Yield (place, effect) of all contrasts of bounded scores."""
+        if self.tests:
+            places, tests = zip(*self.tests, strict=True)
+            yield from self._effects(np.concatenate(places), ScoreTest.joined(tests))
 
     def _score_test(self, made: Contrasts) -> ScoreTest:
         """Return the score test of contrasts of scores in a known range. A difference of

@@ -11,7 +11,7 @@ often each document was drawn), and one matrix product gives the sums of every e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import ClassVar, Self
@@ -354,7 +354,7 @@ HALVINGS, CLOSE = 60, 1e-15  # of a path of length 2: to the last bit
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoreTest(Method):
     """Hold means of values within [``lowest``, ``highest``]: ``counts[i]`` documents have the value
-    ``values[i]``, both [values, estimates], sorted.
+    ``values[i]``, both [values, estimates]. ``batch``: numbers from 0 on, see ``_Range``.
 
     An interval holds the means that a two-sided score test does not reject; the values'
     probabilities maximize the likelihood under the tested mean: Lang (2008), Statistics in Medicine
@@ -369,6 +369,17 @@ class ScoreTest(Method):
     mean: Floats
     lowest: Floats
     highest: Floats
+    batch: NDArray
+
+    @classmethod
+    def joined(cls, tests: Sequence[Self]) -> Self:
+        """Return all of ``tests``, a batch each, as one, which takes a sixth of the time."""
+        parts = {f.name: [getattr(test, f.name) for test in tests] for f in fields(cls)}
+        most = max(map(len, parts["values"]))
+        for name in ("values", "counts"):
+            parts[name] = [np.pad(each, ((0, most - len(each)), (0, 0))) for each in parts[name]]
+        parts["batch"] = [np.full(len(each), number) for number, each in enumerate(parts["batch"])]
+        return cls(**{name: np.concatenate(each, axis=-1) for name, each in parts.items()})
 
     @classmethod
     def of(cls, steps: Floats, **fields: Floats) -> Self:
@@ -388,8 +399,10 @@ class ScoreTest(Method):
         counts = counts.astype(float)
         documents, sums = counts.sum(axis=0), (values * counts).sum(axis=0)
         cancels = np.abs(sums) <= 1e-12 * (np.abs(values) * counts).sum(axis=0)  # of fractions
-        mean = np.where(cancels, 0.0, sums / documents)
-        return cls(values=values, counts=counts, documents=documents, mean=mean, **fields)
+        mean, batch = np.where(cancels, 0.0, sums / documents), np.zeros(len(steps), int)
+        return cls(
+            values=values, counts=counts, documents=documents, mean=mean, batch=batch, **fields
+        )
 
     def interval(self, confidence: float | Floats) -> Ends:
         """Return the smallest and largest mean that the score test does not reject."""
@@ -420,12 +433,14 @@ class ScoreTest(Method):
     def _range(self, *, rising: bool | NDArray) -> _Range:
         """Return the values as distances from the lowest (``rising``) or from the highest value."""
         values = np.where(rising, self.values - self.lowest, self.highest - self.values)
-        return _Range(values, self.counts, self.highest - self.lowest)
+        values[self.counts == 0] = 0.0  # it does not matter what no document has
+        return _Range(values, self.counts, self.highest - self.lowest, self.batch)
 
 
 @dataclass(frozen=True, eq=False)
 class _Range:
-    """Hold values 0 … ``highest`` with their counts, [values, estimates].
+    """Hold values 0 … ``highest`` with their counts, [values, estimates]. Roots of a ``batch`` are
+    refined until all of them are found, and do not depend on other batches.
 
     Under a mean above the observed one the chances of largest likelihood are proportional to
     count / (1 − tilt · value / highest), with tilt in [0, 1). If no document has the highest
@@ -436,6 +451,7 @@ class _Range:
     values: Floats
     counts: Floats
     highest: Floats
+    batch: NDArray
 
     def moments(self, path: Floats) -> Ends:
         """Return mean and variance of the values at a point of the ``path``, [estimates]."""
@@ -443,8 +459,7 @@ class _Range:
         end = (rest >= 1.0) | ((tilt == 1.0) & self._reached)
         tilt[end] = rest[end] = 0.0
         shares = 1 - tilt / self.highest * self.values
-        np.divide(self.counts, shares, out=shares, where=self._seen)
-        shares[~self._seen] = 0.0
+        np.divide(self.counts, shares, out=shares)
         total = np.add.reduce(shares) / (1 - rest)
         shares *= self.values
         first = rest * self.highest + np.add.reduce(shares) / total
@@ -460,7 +475,8 @@ class _Range:
         reaches 0 (Chandrupatla 1997, Advances in Engineering Software 28: 145–149)."""
         new, old = np.broadcast_to(first, self.highest.shape), np.where(self._reached, 1.0, 2.0)
         f_new, f_old = function(new), function(old)
-        share = np.full(new.shape, 0.5)
+        share, running = np.full(new.shape, 0.5), np.ones(self.batch.max() + 1, bool)
+        found = new
         for _ in range(HALVINGS):
             point = new + share * (old - new)
             value = function(point)
@@ -468,8 +484,10 @@ class _Range:
             last, f_last = np.where(same, new, old), np.where(same, f_new, f_old)
             old, f_old = np.where(same, old, new), np.where(same, f_old, f_new)
             new, f_new = point, value
+            found = np.where(running[self.batch], new, found)
             width = np.abs(old - new)
-            if ((width <= CLOSE) | (f_new == 0)).all():
+            running &= np.bincount(self.batch, (width > CLOSE) & (f_new != 0)) > 0
+            if not running.any():
                 break
             xi, phi = (new - old) / (last - old), (f_new - f_old) / (f_last - f_old)
             bent = f_new / (f_old - f_new) * f_last / (f_old - f_last)
@@ -477,7 +495,7 @@ class _Range:
             smooth = (phi**2 < xi) & ((1 - phi) ** 2 < 1 - xi)
             least = np.minimum(CLOSE / 2 / width, 0.5)
             share = np.where(smooth, np.minimum(np.maximum(bent, least), 1 - least), 0.5)
-        return new
+        return found
 
     def upper(self, z: float | Floats) -> Floats:
         """Return the largest mean within ``z`` standard errors of the observed one."""
@@ -495,13 +513,9 @@ class _Range:
         return np.where(mean >= self.highest, self.highest, self.moments(path)[0])
 
     @cached_property
-    def _seen(self) -> NDArray:
-        return self.counts > 0
-
-    @cached_property
     def _reached(self) -> NDArray:
         """Return whether any document has the highest value."""
-        return np.any(self._seen & (self.values == self.highest), axis=0)
+        return np.any(self.values == self.highest, axis=0)
 
 
 def detectable_mean(

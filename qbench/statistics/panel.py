@@ -11,7 +11,7 @@ once: a row per contrast of signs [contrasts, columns].
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,6 +55,16 @@ class Column:
         return Column(documents=documents, values=self.values[index], weights=self.weights[index])
 
 
+def on_shared_documents(columns: Iterable[Column]) -> list[Column]:
+    """Return the columns reduced to the documents that all of them have."""
+    columns = [*columns]
+    shared = columns[0].documents
+    for column in columns[1:]:
+        if column.documents is not shared and not np.array_equal(shared, column.documents):
+            shared = np.intersect1d(shared, column.documents, assume_unique=True)
+    return [column.only(shared) for column in columns]
+
+
 def joined(columns: Mapping[str, Column]) -> Column:
     """Return the columns of several tasks (by name) as one column over all of their documents,
     named "task document"."""
@@ -79,12 +89,7 @@ class Panel:
     @classmethod
     def of(cls, columns: Mapping[object, Column]) -> Panel:
         """Return the columns reduced to the documents that all of them have."""
-        first, *others = columns.values()
-        shared = first.documents
-        for column in others:
-            if column.documents is not shared and not np.array_equal(shared, column.documents):
-                shared = np.intersect1d(shared, column.documents, assume_unique=True)
-        cut = [column.only(shared) for column in columns.values()]
+        cut = on_shared_documents(columns.values())
         return cls(
             values=np.stack([column.values for column in cut]).T,
             weights=np.stack([column.weights for column in cut]).T,
