@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Literal
@@ -33,6 +34,7 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+@functools.cache
 def base_metric(metric: str) -> str:
     """Return the metric without lm-eval's filter: ``exact_match [strict-match]`` is exact_match."""
     return re.sub(r" \[[^\]]*\]$", "", metric)

@@ -367,7 +367,9 @@ class Records(Generic[R]):
         of_task, of_metric = (np.from_dlpack(part.indices) for part in parts)
         tasks, metrics = (part.dictionary.to_pylist() for part in parts)
         codes = of_task * len(metrics) + of_metric
-        document, value, weight = (_numbers(table[name]) for name in ("document", "value", "weight"))
+        document, value, weight = (
+            _numbers(table[name]) for name in ("document", "value", "weight")
+        )
         layout, (before, groups) = (tasks, metrics, codes, document, weight), self._layout
         if not (before and all(map(np.array_equal, layout, before))):
             order, groups = np.argsort(codes, kind="stable"), {}

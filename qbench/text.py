@@ -24,14 +24,16 @@ def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
     """Return ``value`` as text with two decimals, as the papers print them; with ``percent`` times
     100, with ``signed`` a plus before positive values. "—" for None and NaN, "∞" for infinity,
     three significant digits from 1e9 on."""
-    if value is None or math.isnan(value):  # ∞ − ∞
+    if value is None:
+        return NO_VALUE
+    value = value * 100 if percent else value
+    if -1e9 < value < 1e9:
+        return (f"{value:+z.2f}" if signed else f"{value:z.2f}").replace("-", MINUS)
+    if math.isnan(value):  # ∞ − ∞
         return NO_VALUE
     if math.isinf(value):
         return f"{MINUS if value < 0 else ''}∞"
-    value = value * 100 if percent else value
-    if abs(value) >= 1e9:  # a model that fell apart
-        return ("+" if signed and value > 0 else "") + short(value)
-    return f"{value:{'+' if signed else ''}z.2f}".replace("-", MINUS)
+    return ("+" if signed and value > 0 else "") + short(value)  # a model that fell apart
 
 
 def ratio(logarithm: float, *, decimals: int = 3) -> str:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, product
 
 import numpy as np
 
 from qbench.comparison.answers import answer_damage
-from qbench.comparison.losses import kl_column, kl_from, minus, score_losses
+from qbench.comparison.losses import kl_of, minus, score_losses
 from qbench.comparison.rows import TESTED, Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import (
@@ -73,14 +74,11 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     )
     if not statistics:
         return comparison
-    columns = columns_by_task(comparison, store)
-    comparison = with_effects(comparison, store, columns)
-    by_document = {
-        name: kl_column(store, record)
-        for name, record in records.items()
-        if status_of(record)[0] == "ok" and record.quantized
-    }
-    kl = kl_from(comparison, by_document)
+    with ThreadPoolExecutor(1) as thread:  # long arrays, beside the many short ones of effects
+        reading = thread.submit(kl_of, comparison, store)
+        columns = columns_by_task(comparison, store)
+        comparison = with_effects(comparison, store, columns)
+    kl = reading.result()
     primary = score_losses(comparison, columns, grid.primary) if grid.primary else kl
     comparison = replace(comparison, kl=kl, primary=primary, flips=flips_of(comparison, columns))
     answers = {}

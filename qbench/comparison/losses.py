@@ -18,7 +18,7 @@ from statistics import fmean
 
 import numpy as np
 
-from qbench.comparison.rows import Comparison
+from qbench.comparison.rows import Comparison, status_of
 from qbench.metrics import is_percentage, kind_of
 from qbench.records import ANSWERS, Damage, Record
 from qbench.statistics import (
@@ -95,6 +95,14 @@ class Losses:
             answers = adjusted(dict(zip(signs, made, strict=True)))
             pairs |= {key: each for key, each in answers.items() if isinstance(each, Effect)}
         return pairs
+
+
+def kl_of(comparison: Comparison, store: Store) -> Losses:
+    """Return the KL divergences of the quantized cells that have scores."""
+    return kl_from(comparison, {
+        name: kl_column(store, record) for name, record in comparison.records.items()
+        if status_of(record)[0] == "ok" and record.quantized
+    })  # fmt: skip
 
 
 def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) -> Losses:

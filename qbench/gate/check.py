@@ -39,14 +39,13 @@ from qbench.statistics import (
     Column,
     Effect,
     Missing,
-    Panel,
     documents_needed,
     drawing_error,
     effects,
     samples_needed,
 )
 from qbench.statistics.effect import DRAWN_ERRORS
-from qbench.statistics.panel import as_scored
+from qbench.statistics.panel import as_scored, on_shared_documents
 from qbench.store import Store
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
@@ -198,28 +197,39 @@ def changes(cells: Mapping[str, tuple[CellResults, CellResults]]) -> dict[CellSc
                    for cell, pair in both.items() for i, side in enumerate(pair)}  # fmt: skip
         score = next(iter(both.values()))[0].scores[name]
         worse = -1 if score.higher_is_better else 1
-        signs = [{(cell, 1): worse, (cell, 0): -worse} for cell in both]
-        losses = effects(columns, signs, score.aggregation)
-        for (cell, sides), loss in zip(both.items(), losses, strict=True):
-            made[cell, name] = _compared(cell, name, *sides, loss)
+        changed = {cell: {(cell, 1): worse, (cell, 0): -worse} for cell in both
+                   if not _same(columns[cell, 0], columns[cell, 1])}  # fmt: skip
+        made_of = effects(columns, [*changed.values()], score.aggregation)
+        losses = dict(zip(changed, made_of, strict=True))
+        for cell, sides in both.items():
+            made[cell, name] = _compared(cell, name, *sides, losses.get(cell))
     return made
 
 
+def _same(was: Column, now: Column) -> bool:
+    """Return whether all documents of ``was`` have the same outcomes in ``now``."""
+    if not np.array_equal(was.documents, now.documents):
+        if not np.isin(was.documents, now.documents).all():
+            return False
+        now = now.only(was.documents)
+    return np.array_equal(was.values, now.values) and np.array_equal(was.weights, now.weights)
+
+
 def _compared(
-    cell: str, name: Name, before: CellResults, after: CellResults, loss: Effect | Missing
+    cell: str, name: Name, before: CellResults, after: CellResults, loss: Effect | Missing | None
 ) -> GateResult:
-    """Return the change of one score, whose ``loss`` was computed on the documents of both
-    sides."""
+    """Return the change of one score, whose ``loss`` was computed on the documents of both sides;
+    None if all outcomes are the same."""
     score, precision = before.scores[name], after.record.precision
     columns = [side.columns[name] for side in (before, after)]
     variances = [side.variances.get(name) for side in (before, after)]
     old, new = (side.scores[name].value for side in (before, after))
     documents = after.scores[name].documents
-    panel = Panel.of(dict(enumerate(columns)))
-    if score.aggregation in TESTABLE and panel.documents:
-        ratios = panel.values.sum(axis=0) / panel.weights.sum(axis=0)
+    shared = on_shared_documents(columns)
+    if score.aggregation in TESTABLE and len(shared[0].documents):
+        ratios = np.array([each.values.sum() / each.weights.sum() for each in shared])
         old, new = as_scored(ratios, score.aggregation).tolist()
-        documents = panel.documents
+        documents = len(shared[0].documents)
     if isinstance(loss, Effect) and any(variances):
         loss = replace(loss, drawn=drawing_error(columns, variances, score.aggregation))
     return GateResult(
@@ -355,7 +365,9 @@ def judge(gate: GateResult, margin: Margin, was: Column, now: Column) -> GateRes
     and return it with the outcome and its reason. Without a test for its metric only the values are
     compared. ``was`` and ``now`` are its outcomes. It fails if a document of the baseline is
     missing."""
-    score, gone = gate.score, int((~np.isin(was.documents, now.documents)).sum())
+    score, gone = gate.score, 0
+    if not np.array_equal(was.documents, now.documents):
+        gone = int((~np.isin(was.documents, now.documents)).sum())
     gate = replace(gate, margin=margin.value, given=margin.given)
     if score.aggregation not in TESTABLE:  # computed from all documents at once, such as BLEU
         worse = (100 if is_percentage(score.metric) else 1) * (gate.new - gate.old)
@@ -363,10 +375,7 @@ def judge(gate: GateResult, margin: Margin, was: Column, now: Column) -> GateRes
         by_value = measured(gate.cell, score.metric, worse, margin.value, "by its value alone")
         result = {name: getattr(by_value, name) for name in ("outcome", "reason", "worse")}
         gate, gone = replace(gate, **result), score.documents - gate.documents
-    elif not gone and all(
-        np.array_equal(getattr(was, part), getattr(now.only(was.documents), part))
-        for part in ("values", "weights")
-    ):
+    elif gate.effect is None:
         which = "the only document" if gate.documents == 1 else f"all {gate.documents} documents"
         none = Regression(0.0, 0.0, 0.0)
         return replace(gate, worse=none, outcome="pass", reason=f"same outcomes on {which}")

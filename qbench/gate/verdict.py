@@ -41,8 +41,8 @@ class GateResult:
     compared.
 
     Of a ``score`` that both sides have: its values and ``documents``, on those that both scored;
-    ``effect``, what the new result loses, positive is worse; ``precision`` of a cell whose
-    activations or KV cache are quantized: ``W4A8KV4``.
+    ``effect``, what the new result loses, positive is worse, None if all outcomes are the same;
+    ``precision`` of a cell whose activations or KV cache are quantized: ``W4A8KV4``.
     """
 
     cell: str

@@ -57,6 +57,8 @@ RESOLUTION = 0.001
 # Documents of contrasts that are computed together, in a processor's cache; but at most so many
 # contrasts, of each of which the bootstrap keeps 10,000 rounds.
 TOGETHER, MOST_CONTRASTS = 600_000, 150
+# So many numbers numpy adds in their order: zeros among them do not change a sum's last bit.
+IN_ORDER = 7
 
 Kind = Literal["difference", "log ratio"]
 Test = Literal["score test", "paired t", "bootstrap-t"]
@@ -275,8 +277,11 @@ class _Block:
 
     def score_tests(self) -> Iterator[tuple[int, Effect]]:
         """Yield (place, effect) of all contrasts of bounded scores."""
-        if self.tests:
-            places, tests = zip(*self.tests, strict=True)
+        alike: dict[int, list[tuple[NDArray, ScoreTest]]] = defaultdict(list)
+        for places, test in self.tests:
+            alike[max(IN_ORDER, len(test.values))].append((places, test))
+        for parts in alike.values():
+            places, tests = zip(*parts, strict=True)
             yield from self._effects(np.concatenate(places), ScoreTest.joined(tests))
 
     def _score_test(self, made: Contrasts) -> ScoreTest:

@@ -486,7 +486,7 @@ class _Range:
             new, f_new = point, value
             found = np.where(running[self.batch], new, found)
             width = np.abs(old - new)
-            running &= np.bincount(self.batch, (width > CLOSE) & (f_new != 0)) > 0
+            running &= np.bincount(self.batch, ~((width <= CLOSE) | (f_new == 0))) > 0
             if not running.any():
                 break
             xi, phi = (new - old) / (last - old), (f_new - f_old) / (f_last - f_old)
