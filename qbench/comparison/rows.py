@@ -212,6 +212,8 @@ class Comparison:
     folder: str = ""  # name of the results folder
     against: str | None = None  # the precision that the others are compared with by score
     tested: bool = False  # whether intervals and tests were computed
+    # margin → the answer in sentences, once ``verdict`` has made it
+    verdicts: dict[float | None, tuple[str, ...]] = field(default_factory=dict, init=False)
 
     @property
     def unquantized(self) -> str | None:

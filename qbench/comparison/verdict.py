@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from qbench.comparison.losses import Losses
@@ -35,7 +34,6 @@ MOSTLY_SEEDS = "§"
 NO_INTERVAL = "¶"
 
 
-@lru_cache(maxsize=1)  # terminal and tables.md both have it
 def verdict(comparison: Comparison, *, margin: float | None = None) -> tuple[str, ...]:
     """Return the answer, a few sentences per item; () for a comparison without statistics.
 
@@ -44,6 +42,13 @@ def verdict(comparison: Comparison, *, margin: float | None = None) -> tuple[str
     what the scores show. ``margin`` is a KL divergence in nats, or a loss in the primary score: a
     fraction for accuracies, ln of the ratio for perplexities. None: 0.05 nats, 0.01, ln 1.02.
     """
+    if margin not in comparison.verdicts:  # terminal and tables.md both have it
+        comparison.verdicts[margin] = _verdict(comparison, margin)
+    return comparison.verdicts[margin]
+
+
+def _verdict(comparison: Comparison, margin: float | None) -> tuple[str, ...]:
+    """Return the answer as ``verdict``."""
     if not comparison.records:
         return ("No cell has a record yet.",)
     if not comparison.tested:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
+from copy import copy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -163,19 +164,19 @@ class _GridRun:
                 self.done[cell.name] = self.give_up(cell, why)
                 continue
             self.done[cell.name] = run_cell(
-                self.plan, cell.name, out=self.store.directory, cache=self.cache,
-                progress=self.progress, force=self.force or cell.name in self.rerun,
-                reuse=not self.force,
+                self.plan, cell.name, store=self.store, cache=self.cache, progress=self.progress,
+                force=self.force or cell.name in self.rerun, reuse=not self.force,
             )  # fmt: skip
 
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
         """Run ``cells`` side by side on ``executor``; their records go to ``done``."""
-        out, cache = self.store.directory.resolve(), self.cache.resolve()
+        store, cache = copy(self.store), self.cache.resolve()
+        store.directory = store.directory.resolve()
         if isinstance(executor, Workers):  # of this host, with one cache
             self.at_once, self.early = executor.processes, not self.force
         # an executor over other hosts has its own ``listen``
         with getattr(executor, "listen", listening)(self.progress) as reporter:
-            call = partial(run_cell, self.plan, out=out, cache=cache, reuse=not self.force)
+            call = partial(run_cell, self.plan, store=store, cache=cache, reuse=not self.force)
             self._side_by_side(cells, partial(_submit, executor, call, progress=reporter))
 
     def _side_by_side(self, cells: Sequence[Cell], submit: Callable[..., Future]) -> None:
@@ -225,23 +226,22 @@ def run_cell(
     plan: Plan,
     name: str,
     *,
-    out: Path,
+    store: Store,
     cache: Path,
     progress: Progress,
     force: bool = False,
     reuse: bool = True,
     base_at_work: Path | None = None,
 ) -> Record:
-    """Return the valid record of the cell ``name`` in the results folder ``out``; compute the cell
-    if there is none, if damage can be added to it, or with ``force``. If the cell fails, the record
-    says so.
+    """Return the valid record of the cell ``name`` in the ``store``; compute the cell if there is
+    none, if damage can be added to it, or with ``force``. If the cell fails, the record says so.
 
     ``cache`` holds quantized weights, unquantized hidden states and finished tasks, which are used
     unless ``reuse`` is false. ``base_at_work``: a file that exists while another process computes
     the cell that damage is measured against. The cell is locked meanwhile: if another run computes
     it, this waits and takes its record if it is valid, even with ``force``.
     """
-    cell, store = plan.cell(name), Store(out)
+    cell = plan.cell(name)
     lock = FileLock(store.path(cell.grid_cell, ".lock"))
     try:
         held = lock.acquire(timeout=0)

@@ -15,6 +15,7 @@ from filelock import FileLock
 from quick_cells import Quick
 from small_recipe import DEMO, qbench, small_recipe
 
+from qbench import store as module
 from qbench.checkpoints.find import elements
 from qbench.cli.run import HELD, estimate, plan_lines
 from qbench.machine import GIB
@@ -54,11 +55,17 @@ def workers():
     return Workers([0, 0], device="cpu")
 
 
-def test_cells_in_a_thread_have_the_scores_and_the_damage_of_cells_here(tmp_path):
+def test_cells_in_a_thread_have_the_scores_and_the_damage_of_cells_here(tmp_path, monkeypatch):
+    looked_through, require = [], module.require_no_links
+    monkeypatch.setattr(
+        module, "require_no_links", lambda folder: looked_through.append(folder) or require(folder)
+    )
     shown, plan_ = io.StringIO(), planned(tmp_path, checkpoints=ONE)
     here = run_cells(plan_, out=tmp_path / "here", cache=tmp_path / "another cache")
+    assert looked_through.count(tmp_path / "here") == 1  # not once per cell
     with ThreadPoolExecutor(1) as executor, Display(shown, 2) as display:
         records = run_cells(plan_, out=tmp_path / "out", executor=executor, progress=display)
+    assert looked_through.count(tmp_path / "out") == 1
     assert {one.cell: one.scores for one in records} == {one.cell: one.scores for one in here}
     assert shown.getvalue().count(": done (") == 2
     assert "softpick/rtn-4bit: evaluate demo_lastword" in shown.getvalue()
