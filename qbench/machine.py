@@ -344,18 +344,21 @@ INDEXING = f"{COMPILER}._trace_wrapped_higher_order_op"
 MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 
 
-class _Compiler(ModuleType):
-    """Stands for torch's compiler, which takes a second to import, until more of it is used than
-    its marks of functions: these stay without."""
+class _Lazy(ModuleType):
+    """Stands for a module until more of it is used than is set here."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in MARKS:
-            return lambda function=None, *_, **__: function or (lambda other: other)
-        if name.startswith("__") and name != "__path__":  # others look at all modules' files
+        package = name == "__path__" and self.__name__ == COMPILER
+        if name.startswith("__") and not package:  # others look at the files of all modules
             raise AttributeError(name)
-        if sys.modules[COMPILER] is self:
-            del sys.modules[COMPILER]
-        return getattr(importlib.import_module(COMPILER), name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
+    """Return what a decorator of torch's compiler gives, without its mark."""
+    return function or (lambda other: other)
 
 
 def import_transformers() -> None:
@@ -369,11 +372,13 @@ def import_transformers() -> None:
 
     # None is Python's own way to say that a module cannot be imported
     hidden: dict[str, Any] = {name: None for name in UNUSED if name not in sys.modules}
-    if COMPILER not in sys.modules:
-        sys.modules[COMPILER], hidden[INDEXING] = _Compiler(COMPILER), ModuleType(INDEXING)
+    if COMPILER not in sys.modules:  # it takes a second, and marks functions that it may meet
+        compiler, hidden[INDEXING] = _Lazy(COMPILER), _Lazy(INDEXING)
+        vars(compiler).update(dict.fromkeys(MARKS, _unmarked))
         hidden[INDEXING].TransformGetItemToIndex = lambda: importlib.import_module(
             INDEXING
         ).TransformGetItemToIndex()
+        sys.modules[COMPILER] = compiler
     sys.modules.update(hidden)
     flash = any(map(importlib.util.find_spec, ("flash_attn", "flash_attn_interface")))
     lookup = nullcontext() if flash else patch.object(metadata, "packages_distributions", dict)
@@ -382,8 +387,9 @@ def import_transformers() -> None:
             for name in ("modeling_utils", "generation.utils"):
                 importlib.import_module(f"transformers.{name}")
     finally:
-        for name in hidden:
-            del sys.modules[name]
+        for name, module in hidden.items():
+            if sys.modules[name] is module:
+                del sys.modules[name]
         utils = importlib.import_module("transformers.utils")
         for name in UNUSED:
             getattr(utils, f"is_{name}_available").cache_clear()
