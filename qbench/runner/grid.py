@@ -183,22 +183,27 @@ class _GridRun:
         """Run ``cells``, each after the cell that it depends on. If a process is free, one begins
         beside that cell too: it loads, quantizes and audits meanwhile, and waits for each task."""
         waiting, at_work = list(cells), dict[Future, Cell]()
-        with TemporaryDirectory() as folder:  # of a file for each cell at work
+        with TemporaryDirectory() as folder:
+
+            def mark(name: str) -> Path:
+                """Return the file that exists while the cell ``name`` is at work."""
+                return Path(folder, name.replace("/", " "))
+
             while waiting or at_work:
                 unfinished = {cell.key for cell in (*waiting, *at_work.values())}
                 ready = [c for c in waiting if c.base is None or c.base.key not in unfinished]
-                running = {cell.key for cell in (*ready, *at_work.values())} if self.early else ()
-                ready += [c for c in waiting if c.base is not None and c.base.key in running]
+                running = {cell.name for cell in (*ready, *at_work.values())} if self.early else ()
+                ready += [c for c in waiting if c.base is not None and c.base.cell in running]
                 for cell in ready[: max(0, self.at_once - len(at_work))]:
                     # one that is ready once a process is free may take longer than the rest
                     waiting.remove(cell)
-                    Path(folder, cell.key).touch()
-                    base = None if cell.base is None else Path(folder, cell.base.key)
+                    mark(cell.name).touch()
+                    base = None if cell.base is None else mark(cell.base.cell)
                     again = self.force or cell.name in self.rerun
                     at_work[submit(cell.name, force=again, base_at_work=base)] = cell
                 for future in wait_for(at_work, return_when=FIRST_COMPLETED).done:
                     cell = at_work.pop(future)
-                    Path(folder, cell.key).unlink()
+                    mark(cell.name).unlink()
                     try:
                         record = future.result()
                     except DEAD as error:
