@@ -36,10 +36,11 @@ def pytest_collection_finish() -> None:
 
 # What takes longest begins first, so that no process is left alone with it at the end.
 LONGEST = (
-    "test_browser.py", "test_prequantized.py", "test_budget.py", "test_resume.py",
-    "test_breakages.py", "test_compiled.py", "test_interrupted.py", "test_analyze.py",
-    "test_dask.py", "test_kernels.py", "test_llamacpp.py", "test_ci.py", "test_export_model.py",
-    "test_audit.py", "test_run.py", "test_kept_tasks.py", "test_docs.py", "test_grid.py",
+    "test_prequantized.py", "test_budget.py", "test_browser.py", "test_interrupted.py",
+    "test_resume.py", "test_compiled.py", "test_docs.py", "test_grid.py", "test_repair.py",
+    "test_breakages.py", "test_startup.py", "test_analyze.py", "test_export_model.py",
+    "test_kernels.py", "test_workers.py", "test_kept_tasks.py", "test_dask.py", "test_plugins.py",
+    "test_streaming.py", "test_data.py", "test_scoring_variants.py",
 )  # fmt: skip
 
 
