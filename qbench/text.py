@@ -81,7 +81,8 @@ CAPTION = str.maketrans(
 )
 
 
-PLAIN = re.compile(r"[\w .,%+×…°:\u2212\u2014-]*")  # nothing that Markdown or a terminal interprets
+# Nothing that Markdown or a terminal interprets; brackets alone are no link.
+PLAIN = re.compile(r"[][\w .,%+×…°:‡±↑↓/\u2212\u2014-]*")
 
 
 def one_line(text: str) -> str:

@@ -243,9 +243,10 @@ def _effects(
     """Return the effects of all contrasts whose outcomes there are: of single checkpoints with
     their errors from drawing answers, or with ``seeds`` over the trainings of each group."""
     by_metric: dict[tuple[str, str, str], dict[EffectKey, Trainings]] = defaultdict(dict)
+    damaged = {cell.cell for cell in comparison.grid.cells if not comparison.no_damage(cell.cell)}
     for index, row in enumerate(comparison.lines):
         by_name = columns.get(row.task, {})
-        for contrast, group, trainings in _contrasts(comparison, row, groups):
+        for contrast, group, trainings in _contrasts(comparison, row, groups, damaged):
             if all(name in by_name for part in trainings for signs in part for name in signs):
                 name = row.task, row.metric, row.aggregation
                 by_metric[name][index, contrast, group] = trainings
@@ -307,9 +308,10 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Cell
 
 
 def _contrasts(
-    comparison: Comparison, row: Row, groups: Mapping[str, Sequence[str]]
+    comparison: Comparison, row: Row, groups: Mapping[str, Sequence[str]], damaged: Collection[str]
 ) -> Iterator[tuple[str, str, list[list[Signs]]]]:
-    """Yield (contrast, group, signed scores per training); the first group is the baseline."""
+    """Yield (contrast, group, signed scores per training); the first group is the baseline.
+    ``damaged``: the cells that may have damage."""
     base, *others = groups
     unquantized = comparison.unquantized_of[row.quantizer]
     worse = -1 if row.higher_is_better else 1
@@ -328,7 +330,7 @@ def _contrasts(
     if not row.quantized:
         return
     comparable = {
-        group: not any(comparison.no_damage(f"{member}/{row.quantizer}") for member in members)
+        group: all(f"{member}/{row.quantizer}" in damaged for member in members)
         for group, members in groups.items()
     }
     for group, members in groups.items():

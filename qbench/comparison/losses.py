@@ -258,7 +258,9 @@ def kl_column(store: Store, record: Record) -> Column | None:
     if not (counts > 0).all():
         scored = counts > 0
         documents, totals, counts = documents[scored], totals[scored], counts[scored]
-    return Column(documents=documents, values=totals / counts, weights=np.ones(len(documents)))
+    return Column(
+        documents=documents, values=totals / counts, weights=np.broadcast_to(1.0, len(documents))
+    )
 
 
 def mean_of_tasks(record: Record) -> float | None:

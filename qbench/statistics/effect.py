@@ -46,6 +46,8 @@ from qbench.statistics.panel import (
 )
 
 LEVEL = 0.05
+# Standard errors from an estimate to its one-sided bound, and that which power adds to it
+ONE_SIDE, WITH_POWER = special.ndtri([CONFIDENCE, POWER]).cumsum().tolist()
 # A difference within so many standard errors of drawing answers is not called one, so that at most
 # 2 % of runs of one model against itself have a mark (tests/comparison/test_sham_answers.py).
 DRAWN_ERRORS = 3.0
@@ -372,7 +374,7 @@ def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
     error ``stderr``, which shrinks as 1/√n. None for a gap of 0 or less: no number suffices."""
     if gap <= 0:
         return None
-    ratio = float(special.ndtri(CONFIDENCE) + special.ndtri(POWER)) * stderr / gap
+    ratio = WITH_POWER * stderr / gap
     return max(2, math.ceil(documents * ratio**2))
 
 
@@ -396,7 +398,7 @@ def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
     ``stderr`` that comes from drawing answers. None if no factor suffices, or if ``drawn`` is 0."""
     if gap <= 0 or not drawn:
         return None
-    most = (gap / float(special.ndtri(CONFIDENCE) + special.ndtri(POWER))) ** 2
+    most = (gap / WITH_POWER) ** 2
     left = most - (stderr**2 - drawn**2)
     return max(1.0, drawn**2 / left) if left > 0 else None
 
@@ -406,5 +408,5 @@ def documents_for_margin(loss: Effect, margin: float, expected: float = 0.0) -> 
     stays within ``margin`` (on the effect's scale) if it is ``expected``: ``documents_needed`` with
     the standard error that the half-width of the bound of ``loss`` gives. None if ``expected`` is
     not below the margin: no number suffices."""
-    spread = (loss.bounds[1] - loss.estimate) / float(special.ndtri(CONFIDENCE))
+    spread = (loss.bounds[1] - loss.estimate) / ONE_SIDE
     return documents_needed(margin - expected, spread, loss.documents)

@@ -241,9 +241,11 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
     """
     rows = []
     for line in comparison.lines:
+        about = _about(line)
         for entry in line.entries.values():
             name = (entry.checkpoint, line.task, line.metric)
-            row = _row(line, entry) | {"at_chance": name in comparison.at_chance or None}
+            row = about | _row(line, entry)
+            row["at_chance"] = name in comparison.at_chance or None
             rows.append(row)
             if record := comparison.records.get(entry.cell):
                 row |= {"bits_per_weight": bits_per_weight(record), "gib": gib(record)}
@@ -257,26 +259,24 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
 
 
 def _about(line: Row) -> dict[str, object]:
-    """Return the columns that describe a row: task, metric, quantizer, direction."""
+    """Return the columns that describe a row: task, metric, direction, quantizer, precision."""
     names = ("task", "label", "metric", "method", "quantizer")
-    direction = "up" if line.higher_is_better else "down"
-    return {name: getattr(line, name) for name in names} | {"direction": direction}
-
-
-def _row(line: Row, entry: RowValue) -> dict[str, object]:
-    """Return the CSV row of one score: its cell, interval, Δ, damage and
-    difference-in-differences."""
-    score = line.effect("scores", entry.checkpoint)
     activations, kv_cache = line.precision.activations, line.precision.kv_cache
-    row: dict[str, object] = {
-        **_about(line),
-        **{name: getattr(entry, name) for name in ENTRY},
+    return {name: getattr(line, name) for name in names} | {
+        "direction": "up" if line.higher_is_better else "down",
         "bits": line.precision.weights and line.precision.weights.bits,
         "precision": line.precision.name,
         "activations": activations and activations.scheme,
         "arithmetic": activations and ("simulated" if activations.simulated else "real"),
         "kv_cache": kv_cache and kv_cache.scheme,
     }
+
+
+def _row(line: Row, entry: RowValue) -> dict[str, object]:
+    """Return the CSV row of one score: its cell, interval, Δ, damage and
+    difference-in-differences."""
+    score = line.effect("scores", entry.checkpoint)
+    row: dict[str, object] = {name: getattr(entry, name) for name in ENTRY}
     if score is not None:
         row["low"], row["high"], stderr = score.score_interval()
         row["stderr"] = stderr if entry.stderr is None else entry.stderr

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from qbench.comparison.rows import (
+    TESTED,
     Comparison,
     Row,
     RowValue,
@@ -288,7 +290,8 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
 
 def _cut(row: Row, checkpoints: Collection[str]) -> Row:
     """Return ``row`` reduced to the entries and effects of ``checkpoints``."""
-    effects = {name: effect for name, effect in row.effects.items() if name[1] in checkpoints}
+    names = product(("scores", *TESTED), checkpoints)
+    effects = {name: row.effects[name] for name in names if name in row.effects}
     return replace(row, entries={name: row.entries[name] for name in checkpoints}, effects=effects)
 
 
