@@ -63,6 +63,19 @@ def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens)
     assert len(group.suffixes) == 12
 
 
+def test_packs_have_no_more_segments_than_a_kernels_grid_takes():
+    model = llama(heads=4)
+    many = [Request([*range(i, i + 5), j, 1], 5, i) for i in range(2000) for j in range(9)]
+    alike = [Request([*range(5), i, j, 1], 5, i) for i in range(150) for j in range(120)]
+    for requests in (many, alike):
+        lm = scorer(model, "fast", batch_tokens=200_000)
+        packs = lm.fast.batching.plan(requests, windows=False)
+        batches = [pack.collate(requests) for pack in packs]
+        segments = [len(batch.cu_seqlens_q) - 1 for batch in batches]
+        assert max(segments) * 4 <= 65_535 < sum(segments) * 4
+        assert sum(len(batch.request_indices) for batch in batches) == len(requests)
+
+
 def test_the_difference_from_exact_is_measured_and_reported():
     _, fast = scorers(llama(dtype=torch.bfloat16), sample=6, tolerance=LOOSE)
     requests = choices(17)

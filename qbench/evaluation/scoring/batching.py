@@ -18,6 +18,7 @@ A *pack* is prefix groups laid one after another in one row of tokens.
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -380,6 +381,7 @@ def _ranges(parts: Sequence[tuple[int, int]]) -> np.ndarray:
 
 LEAST = 4  # tokens of a context that is shared
 KEY_RATIO = 4  # keys that a pack's segments see, for each of its tokens
+GRID = 65_535  # segments × heads, which attention's kernels take along a dimension of the grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,25 +420,28 @@ class PackedBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Packs of at most ``batch_tokens`` tokens and ``KEY_RATIO`` times as many keys. The longest
-    prefix groups come first; a group larger than a pack gets its own."""
+    """Packs of at most ``batch_tokens`` tokens, ``KEY_RATIO`` times as many keys and ``segments``
+    prefixes and suffixes. The longest prefix groups come first; a group larger than a pack gets its
+    own."""
 
     max_length: int
     batch_tokens: int
+    segments: int = GRID
 
     def plan(self, requests: Sequence[Request], *, windows: bool) -> list[Pack]:
         """Return packs of ``requests``, the longest prefix groups first. ``windows``, of
         ``Padding.plan``, changes nothing."""
-        groups = prefix_groups(requests, self.max_length, self.batch_tokens)
+        groups = prefix_groups(requests, self.max_length, self.batch_tokens, self.segments)
         groups.sort(key=lambda group: (-group.tokens, group.prefix))
         packs: list[Pack] = []
-        tokens = keys = 0
+        most = (self.batch_tokens, KEY_RATIO * self.batch_tokens, self.segments)
+        size = (0, 0, 0)
         for group in groups:
-            tokens += group.tokens
-            keys += group.keys
-            if not packs or tokens > self.batch_tokens or keys > KEY_RATIO * self.batch_tokens:
+            added = (group.tokens, group.keys, 1 + len(group.suffixes))
+            size = tuple(map(sum, zip(size, added, strict=True)))
+            if not packs or any(map(operator.gt, size, most)):
                 packs.append(Pack([]))
-                tokens, keys = group.tokens, group.keys
+                size = added
             packs[-1].groups.append(group)
         return packs
 
@@ -488,11 +493,12 @@ class Pack(BatchPlan):
 
 
 def prefix_groups(
-    requests: Sequence[Request], max_length: int, batch_tokens: int
+    requests: Sequence[Request], max_length: int, batch_tokens: int, segments: int
 ) -> list[PrefixGroup]:
-    """Return one group per context of ``requests``, or several if they exceed ``batch_tokens``, a
-    pack. A context that is truncated to fit ``max_length`` is not shared, nor is one of a few
-    tokens: every document's first rolling window has only the prefix token as its context."""
+    """Return one group per context of ``requests``, or several if they exceed a pack's
+    ``batch_tokens`` or ``segments``. A context that is truncated to fit ``max_length`` is not
+    shared, nor is one of a few tokens: every document's first rolling window has only the prefix
+    token as its context."""
     by_context: dict[tuple[int, ...], list[int]] = {}
     for i, request in enumerate(requests):
         cut = len(request.tokens) - 1 > max_length
@@ -504,7 +510,8 @@ def prefix_groups(
         parts, tokens = [list[int]()], len(context)
         for i in request_indices:
             more = len(requests[i].tokens) - len(context)
-            if parts[-1] and tokens + more > batch_tokens:
+            full = tokens + more > batch_tokens or len(parts[-1]) + 1 >= segments
+            if parts[-1] and full:
                 parts.append([])
                 tokens = len(context)
             parts[-1].append(i)

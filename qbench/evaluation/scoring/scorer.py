@@ -34,6 +34,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from qbench.checkpoints.tokenizer import puts_bos
 from qbench.errors import EvaluationError, first_line
 from qbench.evaluation.scoring.batching import (
+    GRID,
     Batch,
     BatchPlan,
     Counts,
@@ -176,6 +177,7 @@ def report(
 
 
 STATES_BYTES = 16 * 2**30  # of hidden states that wait on the host while a model is streamed
+MANY_HEADS = 128  # of a configuration that states none
 SAMPLED_WINDOWS = 2  # of fast scoring's sample; one has up to max_length scored tokens
 
 
@@ -246,7 +248,12 @@ class Scorer(LM):
             self._reference = Backend(batching=right, forward=padded, exact=True)
             tokens = settings.batch_tokens
             if settings.packed:
-                batching = Packing(max_length=settings.max_length, batch_tokens=tokens)
+                heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
+                batching = Packing(
+                    max_length=settings.max_length,
+                    batch_tokens=tokens,
+                    segments=GRID // (heads if isinstance(heads, int) else MANY_HEADS),
+                )
                 forward = PackedForward(model, decoder)
             else:
                 batching, forward = replace(padding, batch_tokens=tokens), padded
