@@ -401,9 +401,9 @@ def seeds_text(numbers, decimals=0) -> str:
     return ", ".join(f"{number:.{decimals}f}" for number in numbers) or "–"
 
 
-def training_seconds() -> str:
+def training_seconds(name="kinds") -> str:
     """Return how long the trainings of the kinds of attention took, "131 to 158"."""
-    return from_to(select("kinds", "training", "seconds", ".*", None).value, "{:.0f}".format)
+    return from_to(select(name, "training", "seconds", ".*", None).value, "{:.0f}".format)
 
 
 def seed_count(name, kind) -> int:
