@@ -119,7 +119,9 @@ class Display:
     def stage(self, cell: str, name: str, total: float | None = None) -> None:
         """Show that ``cell`` begins the stage ``name``, of ``total`` pieces of work if given."""
         if cell in self._rows:
-            self._bars.reset(self._rows[cell], description=f"{cell}: {name}", total=total)
+            self._bars.reset(self._rows[cell], description=f"{cell}: {name}")
+            [task] = (task for task in self._bars.tasks if task.id == self._rows[cell])
+            task.total = total  # None too, which ``reset`` passes over
         if not self.console.is_terminal:
             self._print_step(cell, name)
 

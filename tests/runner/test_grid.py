@@ -120,7 +120,10 @@ def test_a_long_step_says_how_far_it_is_though_no_step_begins(monkeypatch):
         time.sleep(0.1)
         display.advance("a/fp32", 340)
         time.sleep(0.4)
-    lines = shown.getvalue().splitlines()
+        lines = shown.getvalue().splitlines()
+        display.stage("a/fp32", "evaluate piqa")
+        time.sleep(0.2)
+    assert shown.getvalue().splitlines()[-1].endswith("a/fp32: evaluate piqa")
     assert 3 <= len(lines) <= 12
     said = r"s \[1/1\] a/fp32: evaluate wikitext, 340 of 2,000, about \d+ s left$"
     assert re.search(said, lines[-1])
