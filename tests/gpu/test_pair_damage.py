@@ -56,9 +56,10 @@ def test_the_table_of_transforms_is_what_is_measured(name, tmp_path):
     lines = (line.strip("| \n").split(" | ") for line in PAGE.open() if line.startswith("| "))
     rows = {title: values for title, *values in lines if title in TRANSFORMS}
     assert rows.keys() == TRANSFORMS.keys()
+    tokenizer = load_tokenizer(checkpoint(name))  # or skips
     digest = file_digest(CALIBRATION)
     text = CalibrationText(path=CALIBRATION, digest=digest, samples=8, length=512, seed=0)
-    calibration = read_calibration(text, load_tokenizer(checkpoint(name)))
+    calibration = read_calibration(text, tokenizer)
     for place, activations in enumerate(("int8-static", "int4-token")):
         for title, transform in TRANSFORMS.items():
             parts = {"activations": activations, **({"outliers": transform} if transform else {})}
