@@ -256,7 +256,8 @@ def run_cell(
     with held:  # released at the end
         record = store.get_valid(cell.grid_cell, progress.log)
         progress.begin(cell.name)
-        if not force and is_up_to_date(record, cell, plan, store, cache):
+        made = {cell.base.key} if base_at_work is not None and base_at_work.exists() else set()
+        if not force and is_up_to_date(record, cell, plan, store, cache, made=made):
             progress.log(f"{cell.name}: already finished")
         else:
             record = run(cell, plan, store, progress, cache, reuse=reuse, base_at_work=base_at_work)
@@ -308,7 +309,8 @@ def is_up_to_date(
 ) -> bool:
     """Return whether a run can add nothing to the record: it lacks no scores, and no damage that
     can be measured now. Damage can be measured if the unquantized cell's hidden states are in the
-    ``cache``, or will be, since its key is in ``made``, the keys of cells that run before."""
+    ``cache``, or will be, since its key is in ``made``, the keys of cells that run before or
+    beside."""
     lacking = lacks(record, cell)
     if lacking != "damage":
         return lacking is None

@@ -22,7 +22,7 @@ from qbench.machine import GIB
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.runner.grid import _GridRun, run, run_cells
+from qbench.runner.grid import _GridRun, run, run_cell, run_cells
 from qbench.runner.progress import Display
 from qbench.runner.workers import LostExecutorError, Workers
 from qbench.store import Store
@@ -290,6 +290,20 @@ def test_a_cell_waits_for_the_hidden_states_of_the_unquantized_one(tmp_path, mon
     else:
         after = run(cell, plan_, others, SilentProgress(), tmp_path, reuse=False)
         assert record.damage == after.damage
+
+
+def test_damage_is_added_to_a_cell_that_begins_beside_the_unquantized_one(tmp_path, monkeypatch):
+    plan_ = planned(tmp_path, checkpoints=ONE)
+    store, cell, begun = Store(tmp_path / "out"), plan_.cells[1], []
+    [record] = run_cells(plan_, out=tmp_path / "out", cells=[cell], cache=tmp_path)
+    assert record.damage.retry
+    monkeypatch.setattr("qbench.runner.grid.run", lambda *_, **how: begun.append(how) or record)
+    for base in (tmp_path / "none", tmp_path):  # of a cell that is not at work, and of one that is
+        run_cell(
+            plan_, cell.name, store=store, cache=tmp_path, progress=SilentProgress(),
+            base_at_work=base,
+        )  # fmt: skip
+    assert [how["base_at_work"] for how in begun] == [tmp_path]
 
 
 # What a plan says that cells will take.
