@@ -3,6 +3,7 @@
 import multiprocessing
 
 import pandas as pd
+import pytest
 from synthetic import make_record, make_store
 
 from qbench.records import OUTCOME_COLUMNS, RESPONSE_COLUMNS, ScoringReport, TaskRecord
@@ -64,3 +65,20 @@ def test_a_finished_task_is_found_whatever_the_other_tasks_of_its_cell_are(tmp_p
     (cell,) = store.manifest().cells
     assert tasks.get_valid(cell.model_copy(update={"key": key})) == written
     assert tasks.outcomes(written).equals(OUTCOMES)
+
+
+def test_arrays_of_outcomes_are_those_of_the_table_in_any_order_of_rows(tmp_path, monkeypatch):
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=("bf16",), sizes={"sciq": 30})
+    (record,) = store.records()
+    table = store.outcomes(record)
+    for mixed in (table, table.sort_values("document", ascending=False, kind="stable")):
+        mixed = mixed.assign(value=mixed["value"].mask(mixed["document"] == 3))  # not a number
+        with monkeypatch.context() as patch:  # earlier versions wrote rows as they came
+            patch.setattr(pd.DataFrame, "sort_values", lambda table, *_, **__: table)
+            written = store.put(record, mixed)
+        read = store.outcome_arrays(written)
+        groups = mixed.groupby(["task", "metric"], sort=False)
+        assert [*read] == [name for name, _ in groups]
+        for name, group in groups:
+            for array, column in zip(read[name], ("document", "value", "weight"), strict=True):
+                assert array.tolist() == pytest.approx(group[column].tolist(), nan_ok=True)
