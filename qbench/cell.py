@@ -459,7 +459,7 @@ class _Evaluation:
                 return
             except ResultsError as error:
                 if not working:
-                    self.base, result.no_damage = None, Unavailable(reason=str(error), retry=True)
+                    result.no_damage, self.base = Unavailable(reason=str(error), retry=True), None
                     return
             if not told:
                 result.progress.stage(self.cell.name, f"wait for {self.cell.base.cell}")

@@ -20,7 +20,7 @@ import numpy as np
 
 from qbench.comparison.rows import Comparison, status_of
 from qbench.metrics import is_percentage, kind_of
-from qbench.records import ANSWERS, Damage, Record
+from qbench.records import ANSWERS, Damage, Record, Unavailable
 from qbench.statistics import (
     KL_MEAN,
     Column,
@@ -246,7 +246,9 @@ def adjusted(answers: Mapping) -> dict:
 def kl_column(store: Store, record: Record) -> Column | None:
     """Return a record's mean KL divergence per document, in nats per token, over all tasks,
     documents without scored tokens left out; without tasks that have it, along the model's answers;
-    None without either."""
+    None without either, or if the unquantized cell ended before all of them were measured."""
+    if isinstance(record.damage, Unavailable):
+        return None
     if "divergences" not in record.files:
         table = store.outcomes(record)
         along = table[(table["task"] == ANSWERS) & (table["metric"] == "kl")]

@@ -96,6 +96,7 @@ def log_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 def divergence(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return of each row of the logits ``before`` and ``after`` [R, V], on a GPU: KL Σ p ln(p/q) in
     nats, the log of the sum of exponentials of each, and whether the likeliest entries agree."""
+    assert before.shape == after.shape
     rows, vocabulary = before.shape
     out = torch.empty(rows, 3, dtype=torch.float32, device=before.device)
     agrees = torch.empty(rows, dtype=torch.int8, device=before.device)

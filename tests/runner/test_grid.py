@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,10 @@ from quick_cells import Quick
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench import store as module
+from qbench.cell import _Evaluation
 from qbench.checkpoints.find import elements
 from qbench.cli.run import HELD, estimate, plan_lines
+from qbench.comparison.compare import compare
 from qbench.machine import GIB
 from qbench.plan import plan
 from qbench.progress import SilentProgress
@@ -290,6 +293,31 @@ def test_a_cell_waits_for_the_hidden_states_of_the_unquantized_one(tmp_path, mon
     else:
         after = run(cell, plan_, others, SilentProgress(), tmp_path, reuse=False)
         assert record.damage == after.damage
+
+
+def test_kl_of_some_tasks_is_not_shown_if_the_unquantized_cell_ends_before_the_others(
+    tmp_path, monkeypatch
+):
+    plan_ = planned(tmp_path, checkpoints=ONE, tasks=["demo_lastword", "demo_choice"])
+    base, cell = plan_.cells
+    store, at_work = Store(tmp_path / "out"), tmp_path / "at work"
+    run(base, plan_, Store(tmp_path / "another out"), SilentProgress(), tmp_path)
+    module.baseline_file(tmp_path, module.task_key(base.key_parts, "demo_choice")).unlink()
+    at_work.touch()
+    judged, judge, sleep = Event(), _Evaluation._judge, time.sleep
+    monkeypatch.setattr(_Evaluation, "_judge", lambda *a: (judge(*a), judged.set())[0])
+
+    def wait(seconds):
+        if judged.wait(0):
+            at_work.unlink()  # it dies
+        sleep(seconds)
+
+    monkeypatch.setattr("qbench.cell.time.sleep", wait)
+    record = run(cell, plan_, store, SilentProgress(), tmp_path, base_at_work=at_work)
+    assert record.damage.retry
+    assert {score.task for score in record.scores} == {"demo_lastword", "demo_choice"}
+    store.put_manifest(plan_.manifest())
+    assert not compare(store).kl.means
 
 
 def test_damage_is_added_to_a_cell_that_begins_beside_the_unquantized_one(tmp_path, monkeypatch):
