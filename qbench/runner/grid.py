@@ -65,9 +65,10 @@ def run_cells(
     valid records too. ``cache``: folder of quantized weights and unquantized hidden states (None:
     ``$QBENCH_CACHE``).
 
-    A cell begins after the unquantized cell that its damage is measured against. If a cell fails or
-    its process dies, its record says so and the others go on. The plan's manifest replaces the
-    folder's. Raises NewerSchemaError if a newer qbench wrote that.
+    A cell begins after the unquantized cell that its damage is measured against, or beside it if
+    one of ``Workers`` is free. If a cell fails or its process dies, its record says so and the
+    others go on. The plan's manifest replaces the folder's. Raises NewerSchemaError if a newer
+    qbench wrote that.
     """
     chosen, manifest = plan.cells if cells is None else cells, plan.manifest()
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
