@@ -1,7 +1,7 @@
 # make demo: install into .venv and run the bundled demo.  make test: install and test.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := -m pip --quiet --disable-pip-version-check
 INSTALLED := .venv/.installed
 # torch without CUDA, gigabytes smaller: installed if there is no NVIDIA GPU
