@@ -447,7 +447,7 @@ class _Evaluation:
     def read_base(self, task: str) -> None:
         """Read the hidden states of ``task`` for the observer; wait for them while another process
         computes the unquantized cell."""
-        result, told = self.result, False
+        result, waiting = self.result, False
         while self.base is not None:
             working = self._base_works()
             if not working and self.base_at_work is not None:  # it has ended
@@ -461,9 +461,9 @@ class _Evaluation:
                 if not working:
                     result.no_damage, self.base = Unavailable(reason=str(error), retry=True), None
                     return
-            if not told:
+            if not waiting:
                 result.progress.stage(self.cell.name, f"wait for {self.cell.base.cell}")
-                told = True
+                waiting = True
             time.sleep(0.1)
 
     def _key(self, task: LoadedTask) -> CellKey:

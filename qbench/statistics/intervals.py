@@ -476,7 +476,7 @@ class _Range:
         new, old = np.broadcast_to(first, self.highest.shape), np.where(self._reached, 1.0, 2.0)
         f_new, f_old = function(new), function(old)
         share, running = np.full(new.shape, 0.5), np.ones(self.batch.max() + 1, bool)
-        found = new
+        roots = new
         for _ in range(HALVINGS):
             point = new + share * (old - new)
             value = function(point)
@@ -484,7 +484,7 @@ class _Range:
             last, f_last = np.where(same, new, old), np.where(same, f_new, f_old)
             old, f_old = np.where(same, old, new), np.where(same, f_old, f_new)
             new, f_new = point, value
-            found = np.where(running[self.batch], new, found)
+            roots = np.where(running[self.batch], new, roots)
             width = np.abs(old - new)
             running &= np.bincount(self.batch, ~((width <= CLOSE) | (f_new == 0))) > 0
             if not running.any():
@@ -495,7 +495,7 @@ class _Range:
             smooth = (phi**2 < xi) & ((1 - phi) ** 2 < 1 - xi)
             least = np.minimum(CLOSE / 2 / width, 0.5)
             share = np.where(smooth, np.minimum(np.maximum(bent, least), 1 - least), 0.5)
-        return found
+        return roots
 
     def upper(self, z: float | Floats) -> Floats:
         """Return the largest mean within ``z`` standard errors of the observed one."""
