@@ -306,13 +306,15 @@ def quantized(
 def _copy_of_original(cell: Cell, model: Any) -> PreTrainedModel | None:
     """Return a copy of the unquantized ``model``, which quantizing will change, for the audit. None
     if the audit is to read the files: nothing is quantized here, or the one GPU that holds all of
-    the model has less than eight times its size free, which quantizing may need."""
+    the model has less than three times its size free, eight with calibration, which quantizing may
+    need."""
     made_here = cell.copy is None and cell.quantization.parts and not cell.without_baseline
     if not made_here or cell.quantization.runtime != "transformers" or stream_of(model) is not None:
         return None
     if model.device.type != "cuda" or is_sharded(model):
         return None
-    small = 8 * model.get_memory_footprint() < free_gpu_bytes(model.device)
+    times = 8 if cell.quantization.needs_calibration else 3
+    small = times * model.get_memory_footprint() < free_gpu_bytes(model.device)
     return deepcopy(model) if small else None
 
 
@@ -333,6 +335,9 @@ def quantized_model(
     )
 
 
+_calibration: dict[Any, Calibration] = {}  # the last text that this process has read
+
+
 def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:
     """Return the cell's calibration text as token ids of ``tokenizer``; None if it has none. Raises
     EvaluationError for ids that the model does not embed."""
@@ -341,7 +346,11 @@ def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibratio
         return None
     if text.bos is None:
         text = replace(text, bos=puts_bos(tokenizer))
-    calibration = read_calibration(text, tokenizer)
+    key = text, cell.key_parts["checkpoint"]["tokenizer"]
+    if key not in _calibration:
+        _calibration.clear()
+        _calibration[key] = read_calibration(text, tokenizer)
+    calibration = _calibration[key]
     config = cell.checkpoint.config
     if rows := config.get("text_config", config).get("vocab_size"):
         check_tokens([[int(calibration.ids.max())]], rows)

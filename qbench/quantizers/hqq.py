@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
@@ -33,9 +34,11 @@ def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
     """Return the codes, scales and zeros of ``layer`` by hqq. Raises QuantizationError, which
     begins with ``name``, if scales are not finite."""
     weight = layer.weight.detach()
-    quantized = HQQLinear.from_weights(
-        weight, None, _config(settings), compute_dtype=weight.dtype, device=str(weight.device)
-    )
+    # it would wait for the GPU, and for its memory, five times per layer
+    with patch.object(torch.cuda, "empty_cache", lambda: None) if weight.is_cuda else nullcontext():
+        quantized = HQQLinear.from_weights(
+            weight, None, _config(settings), compute_dtype=weight.dtype, device=str(weight.device)
+        )
     scale, zero = quantized.meta["scale"], quantized.meta["zero"]
     if not all(torch.isfinite(part).all() for part in (scale, zero)):
         raise QuantizationError(

@@ -90,6 +90,7 @@ def run_cells(
         missing.sort(key=lambda cell: (
             cell.base is not None, cell.scoring.mode == "fast", not cell.scoring.shares_scales,
             not cell.quantization.needs_calibration,
+            not getattr(cell.quantization.weights, "optimize", False),
         ))  # fmt: skip
     if executor is not None and missing:
         grid.run(missing, executor)
@@ -193,8 +194,9 @@ class _GridRun:
             while waiting or at_work:
                 unfinished = {cell.key for cell in (*waiting, *at_work.values())}
                 ready = [c for c in waiting if c.base is None or c.base.key not in unfinished]
-                running = {cell.name for cell in (*ready, *at_work.values())} if self.early else ()
-                ready += [c for c in waiting if c.base is not None and c.base.cell in running]
+                if self.early:
+                    running = {cell.name for cell in (*ready, *at_work.values())}
+                    ready = [c for c in waiting if c in ready or c.base.cell in running]
                 for cell in ready[: max(0, self.at_once - len(at_work))]:
                     # one that is ready once a process is free may take longer than the rest
                     waiting.remove(cell)

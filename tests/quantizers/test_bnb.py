@@ -162,3 +162,43 @@ def test_a_tensor_that_counts_no_versions_is_always_quantized():
             x.mul_(-1.5)
     with torch.no_grad():
         assert torch.equal(layer(x), theirs(x.clone()))
+
+
+class Block(nn.Module):
+    """Two layers with one input, and one after them."""
+
+    def __init__(self, outliers):
+        super().__init__()
+        self.q, self.k = int8_layer(), int8_layer(seed=1)
+        self.o = int8_layer(height=WIDTH, seed=2)
+        self.outliers = outliers
+
+    def forward(self, x, **_):
+        shifted = torch.cat((self.q(2 * x), self.k(2 * x)), -1)[..., :WIDTH]
+        return self.o(shifted.clamp(-5, 5) + self.outliers * (shifted > 2) * 9)
+
+
+@pytest.mark.parametrize(("outliers", "size"), [(0, 1), (0, 2), (1, 1), (1, 2), (0, torch.nan)])
+@torch.no_grad()
+def test_a_block_that_guesses_gives_what_it_gives_without(outliers, size, quantized, monkeypatch):
+    """No outliers, in the first input, in the last, in both, and numbers that are none."""
+    monkeypatch.setattr(bnb, "GUESSED", ("cpu",))
+    plain = nn.Module()
+    plain.layers = nn.ModuleList([Block(outliers)])
+    model = copy.deepcopy(plain)
+    bnb.finish(model)
+    block, x = model.layers[0], inputs(3, 7, outliers=False) * size
+    wrong = not (2 * x).abs().max() < 6 or outliers
+    expected = plain.layers[0](x)
+    for _ in range(3):
+        quantized.clear()
+        torch.testing.assert_close(
+            block(x, cu_seq_lens_q=None), expected, rtol=0, atol=0, equal_nan=True
+        )
+        assert {threshold for _, threshold in quantized} == ({0.0, 6.0} if wrong else {0.0})
+    assert (block.q.guess.tried, block.q.guess.wrong) == (3, 3 * wrong)
+    quantized.clear()
+    block(x, cu_seq_lens_q=None)
+    assert {threshold for _, threshold in quantized} == ({6.0} if wrong else {0.0})
+    block(x)  # not in a pack
+    assert quantized[-1][1] == 6.0

@@ -210,13 +210,14 @@ def test_cells_that_take_longest_begin_first(tmp_path):
             begun.append(name)
             return super().submit(fn, name, **settings)
 
-    names = ["fp32", "rtn-4bit", "gptq-4bit", "int8-tensor"]
+    names = ["fp32", "rtn-4bit", "hqq-4bit", "gptq-4bit", "int8-tensor"]
     plan_ = planned(
         tmp_path, checkpoints={"softmax": str(DEMO / "softmax")}, quantizers=names,
         calibration=TEXT, evaluation={"limit": 3, "scoring": "fast"},
     )  # fmt: skip
     run_cells(plan_, out=tmp_path / "out", executor=Listing())
-    assert begun == [f"softmax/{name}" for name in ("fp32", "int8-tensor", "gptq-4bit", "rtn-4bit")]
+    order = ("fp32", "int8-tensor", "gptq-4bit", "hqq-4bit", "rtn-4bit")
+    assert begun == [f"softmax/{name}" for name in order]
 
 
 def test_of_the_cells_that_are_ready_when_a_process_is_free_the_longest_begins(tmp_path):
@@ -267,6 +268,22 @@ def test_a_cell_begins_beside_the_unquantized_one_if_no_other_is_ready(tmp_path)
 
     grid._side_by_side([plan_.cell(name) for name in order], submit)
     assert at_work == {"softmax/fp32": False, "softmax/rtn-4bit": True}
+
+
+def test_the_longest_cell_begins_whether_its_unquantized_one_is_done_or_at_work(tmp_path):
+    plan_ = planned(tmp_path)
+    order = ["softmax/fp32", "softpick/fp32", "softpick/rtn-4bit", "softmax/rtn-4bit"]
+    store, futures, begun = Store(tmp_path / "out"), {name: Future() for name in order}, []
+    grid = _GridRun(plan_, store, SilentProgress(), tmp_path, force=False, at_once=2, early=True)
+
+    def submit(name, **_):
+        begun.append(name)
+        for each in ["softmax/fp32"] * (len(begun) == 2) + order[1:] * (len(begun) == 3):
+            futures[each].set_result(SimpleNamespace(key=plan_.cell(each).key))
+        return futures[name]
+
+    grid._side_by_side([plan_.cell(name) for name in order], submit)
+    assert begun == order
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -322,12 +322,15 @@ def measure(
     products, squares = (weight * expected * kept).sum(1), (expected.square() * kept).sum(1)
     bits = getattr(settings, "least_bits", settings.num_bits)
     far = (products - squares).abs() > min(0.75, 0.1 + 2.0 ** (1 - bits)) * squares
-    draw = torch.Generator().manual_seed(0)
-    x = torch.rand(16, columns, generator=draw).mul(2).sub(1).mul(size)
-    x = x.to(weight.device, matrix.weight.dtype)
+    x = _inputs(columns, size, weight.device, matrix.weight.dtype).clone()
     product = x.float() @ weight.float().T
     product = product if module.bias is None else product + module.bias.float()
     unpacked = weight if stored.dequantize is None else stored.dequantize().to(weight.device)
+    # copied beside the measuring, for which "numbers" waits: each copy of its own would wait too
+    host = {
+        name: tensor.detach().contiguous().to("cpu", non_blocking=tensor.device == weight.device)
+        for name, tensor in stored.tensors.items()
+    }
     measured = numbers(
         {
             "error": difference.square().sum(),
@@ -356,7 +359,7 @@ def measure(
         gain=measured["product"] / norm_squared if finite and norm_squared else None,
         levels=int(measured["levels"]),
         dead_inputs=int(measured["dead"]),
-        digest=digest(stored.tensors),
+        digest=digest(host),
     )
     problems = _problems(audit, measured, matrix, stored, settings)
     if error_squared == 0 and not settings.unrounded and not settings.prequantized:
@@ -458,6 +461,13 @@ def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor 
     scaled = expected * product.where(~zeros, product[:, ~zeros].square().mean().sqrt())
     nearest = min(bound, MOST_FITTED, NEARER * relative(weight, expected))
     return (scaled, product) if relative(weight, scaled) <= nearest else (expected, None)
+
+
+@lru_cache(maxsize=8)
+def _inputs(columns: int, size: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return seeded numbers [16, columns] between -``size`` and ``size``."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.rand(16, columns, generator=draw).mul(2).sub(1).mul(size).to(device, dtype)
 
 
 def levels(groups: Tensor) -> Tensor:
