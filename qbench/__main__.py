@@ -12,6 +12,7 @@ import psutil
 
 from qbench.errors import INTERRUPTED, STOPPED
 
+ELSEWHERE = {"cpu", "--cluster", "--help"}  # words of a run that needs no GPU here
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
@@ -24,6 +25,11 @@ def main() -> None:
         for setting, size in {M_MMAP_THRESHOLD: 2**26, M_TRIM_THRESHOLD: 2**28}.items():
             mallopt(setting, size)
     try:
+        if sys.argv[1:2] == ["run"] and not ELSEWHERE & {*sys.argv}:
+            from qbench.runner.workers import start_early
+
+            with suppress(OSError):  # said when the run starts its processes
+                start_early()
         from qbench.cli.app import main as command
 
         command()
@@ -39,6 +45,8 @@ def _end(code: int) -> None:
     """Run exit functions, flush output (if that fails, code 0 becomes 1) and end this process with
     exit code ``code``; after Ctrl-C kill its children first. Python's own end would wait a second
     for libraries' threads and garbage, or abort."""
+    if workers := sys.modules.get("qbench.runner.workers"):
+        workers.drop_early()  # else this process waits until it has imported all
     if code == INTERRUPTED:
         # Kill all child processes but Python's resource tracker, which ends when it has tidied up
         with suppress(psutil.Error):

@@ -26,7 +26,7 @@ from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import psutil
 import pynvml
@@ -35,7 +35,9 @@ from qbench import __version__
 from qbench.errors import RecipeError, UnavailableError, failure_line
 from qbench.files import GIB, file_digest
 from qbench.plugins import loaded
-from qbench.records import Environment
+
+if TYPE_CHECKING:
+    from qbench.records import Environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CELLS_PER_GPU = 3  # quantization of one cell overlaps with the scoring of others
@@ -211,6 +213,8 @@ def version_of(name: str) -> str:
 def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> Environment:
     """Return the record's description of this machine, with the versions of ``names``. ``gpu``: the
     name of the planned GPU, None for this host's."""
+    from qbench.records import Environment  # Pydantic: a worker starts before it
+
     return Environment(
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
@@ -365,7 +369,7 @@ def import_transformers() -> None:
     """Import transformers' code of models without what no cell needs: hqq (for a cache), torchao
     (for saving models), scikit-learn (for assisted decoding), SciPy (for losses of detectors),
     torch's compiler and tensors over several machines. They take half of the time. The search of
-    all installed files for flash-attn is skipped too."""
+    all installed files for flash-attn is skipped too, and its own files are read once."""
     from unittest.mock import patch  # slow to import
 
     import torch.distributed
@@ -384,6 +388,7 @@ def import_transformers() -> None:
     lookup = nullcontext() if flash else patch.object(metadata, "packages_distributions", dict)
     try:
         with lookup, patch.object(torch.distributed, "is_available", lambda: False):
+            _read_models_once()
             for name in ("modeling_utils", "generation.utils"):
                 importlib.import_module(f"transformers.{name}")
     finally:
@@ -393,6 +398,22 @@ def import_transformers() -> None:
         utils = importlib.import_module("transformers.utils")
         for name in UNUSED:
             getattr(utils, f"is_{name}_available").cache_clear()
+
+
+def _read_models_once() -> None:
+    """Have transformers read the files of its models once, and each from its ``__all__`` on. It
+    reads 3,300 files for their names when it is imported, twice, line by line, and keeps 128."""
+    spec = importlib.util.find_spec("transformers")
+    if "transformers" in sys.modules or spec is None:
+        return
+    with suppress(Exception):  # of another version: it reads as it does
+        package = sys.modules["transformers"] = importlib.util.module_from_spec(spec)
+        package.__version__ = version("transformers")
+        utils = importlib.import_module("transformers.utils.import_utils")
+        names, read = utils.fetch__all__, utils.create_import_structure_from_path.__wrapped__
+        utils.fetch__all__ = lambda text: names(text[text.rfind("\n__all__") + 1 :])
+        utils.create_import_structure_from_path = functools.cache(read)
+    del sys.modules["transformers"]  # which is imported whole now
 
 
 def terminal() -> AbstractContextManager[TextIO]:

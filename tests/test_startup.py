@@ -71,6 +71,24 @@ def test_workers_import_torchs_compiler_when_it_is_used_only():
     assert used == "2.0"
 
 
+def test_transformers_reads_each_model_file_once_and_finds_all_it_finds_by_itself():
+    plain, ours = (
+        python(
+            f"import {module}\n"
+            "import transformers.models\n"
+            "from transformers.utils import import_utils as utils\n"
+            "found = utils.define_import_structure(transformers.models.__file__)\n"
+            "print(sorted((sorted(k), sorted((m, sorted(o)) for m, o in v.items()))\n"
+            "             for k, v in found.items()))\n"
+            "print(utils.create_import_structure_from_path.cache_info())"
+        ).splitlines()
+        for module in ("torch", "qbench.runner.preload")
+    )
+    assert ours[0] == plain[0]
+    if "maxsize=128" in plain[1]:  # else transformers has changed, and reads as it does
+        assert "maxsize=None" in ours[1]
+
+
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("command", "module"), [("run", "qbench.cell"), ("analyze", "qbench.analysis.analyze_cell")]

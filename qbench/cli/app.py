@@ -20,7 +20,7 @@ from qbench import __version__, removed
 from qbench.cli.options import CommandGroup
 from qbench.errors import INTERRUPTED, STOPPED, OutputError, QbenchError, shown
 from qbench.files import write_atomically
-from qbench.machine import set_library_env, visible_gpus
+from qbench.machine import set_library_env
 
 if TYPE_CHECKING:
     from qbench.store import Store
@@ -99,7 +99,6 @@ COMMANDS = {
     "bench": Entry("bench", LOOK_UP, "Measure speeds, after checking results."),
 }
 
-ELSEWHERE = {"cpu", "--cluster", "--help"}  # words of a run that needs no GPU here
 set_library_env()
 
 
@@ -124,11 +123,6 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name == "run" and not ELSEWHERE & {*sys.argv} and visible_gpus():
-            from qbench.runner.workers import drop_early, start_early
-
-            start_early()
-            ctx.call_on_close(drop_early)  # Python's end would wait until it has imported all
         return load(cmd_name) if cmd_name in COMMANDS else None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

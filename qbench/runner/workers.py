@@ -37,6 +37,7 @@ from qbench.machine import (
     cores,
     interrupts_blocked,
     set_library_env,
+    visible_gpus,
 )
 
 PRELOAD = "qbench.runner.preload"
@@ -205,9 +206,11 @@ _early: list[_Slot] = []  # at most one, that no Workers has taken yet
 
 @cache
 def start_early() -> None:
-    """Start and preload the process on GPU 0 of the next ``Workers`` now, beside the imports of the
-    command itself: nothing else before a cell takes as long as the process's own. Whoever calls
-    this calls ``drop_early`` at the end."""
+    """Start and preload the process on GPU 0 of the next ``Workers`` now, if there is a GPU, beside
+    the imports of the command itself: nothing else before a cell takes as long as the process's
+    own. Whoever calls this calls ``drop_early`` at the end."""
+    if not visible_gpus():
+        return
     _start_tracker()
     share = partial(_environment, "OMP_NUM_THREADS", str(max(1, cores() // CELLS_PER_GPU)))
     slot = _Slot(0, method="spawn", ended=threading.Event(), share=share)

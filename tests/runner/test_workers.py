@@ -1,15 +1,16 @@
 """Worker processes: one that dies breaks its own call, and whoever ends leaves nobody behind."""
 
+import atexit
 import os
 import random
 import signal
+import sys
 import time
 from concurrent.futures import BrokenExecutor
 
 import pytest
-from small_recipe import qbench
 
-from qbench.errors import RecipeError
+from qbench.__main__ import main
 from qbench.progress import SilentProgress
 from qbench.runner import workers
 from qbench.runner.progress import listening
@@ -147,6 +148,7 @@ def test_more_processes_share_a_gpu_whose_memory_holds_more_cells(monkeypatch):
 
 @pytest.fixture
 def early(monkeypatch):
+    monkeypatch.setattr(workers, "visible_gpus", lambda: ["a GPU"])
     start_early.cache_clear()
     start_early()
     [slot] = workers._early
@@ -170,7 +172,9 @@ def test_one_that_no_run_takes_is_ended(early):
 
 def test_a_run_that_is_refused_leaves_no_process_to_wait_for(early, monkeypatch, tmp_path):
     """The interpreter's end would wait until the process has imported all that cells need."""
-    monkeypatch.setattr("qbench.cli.app.visible_gpus", lambda: ["a GPU"])
-    with pytest.raises(RecipeError):
-        qbench("run", tmp_path / "gone.yaml")
+    monkeypatch.setattr(sys, "argv", ["qbench", "run", str(tmp_path / "gone.yaml")])
+    monkeypatch.setattr(atexit, "_run_exitfuncs", list)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="2"):
+        main()
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in early))
