@@ -179,10 +179,7 @@ def choose_heads(measured: Measured) -> tuple[Head, ...]:
 
 @torch.inference_mode()
 def attention_maps(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prose: Tensor,
-    heads: Sequence[Head],
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prose: Tensor, heads: Sequence[Head]
 ) -> tuple[AttentionMap, ...]:
     """Return the weights of ``heads`` on the first TOKENS tokens of ``prose`` [T] and of each of
     ``TEXTS``: per query those on the keys up to its own. Raises UnavailableError for a head that

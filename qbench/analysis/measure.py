@@ -14,26 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qbench.analysis.attention_weights import DORMANT, THRESHOLDS, measure_weights, measures
-from qbench.analysis.hidden import (
-    MASSIVE_KEPT,
-    Inputs,
-    Massive,
-    States,
-    decoder_layers,
-    summary,
-)
+from qbench.analysis.hidden import MASSIVE_KEPT, Inputs, Massive, States, decoder_layers, summary
 from qbench.attention.observed import Call, attention_observed
 from qbench.errors import EvaluationError
 from qbench.metrics import perplexity
 from qbench.progress import Advance
-from qbench.records import (
-    Head,
-    Layer,
-    MassiveActivation,
-    Measured,
-    PositionBin,
-    Sinks,
-)
+from qbench.records import Head, Layer, MassiveActivation, Measured, PositionBin, Sinks
 
 STRETCH = 128  # positions over which losses and weights are averaged
 
@@ -124,10 +110,7 @@ def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _measured(
-    seen: Pass,
-    ids: Tensor,
-    tokenizer: PreTrainedTokenizerBase,
-    linears: Sequence[str],
+    seen: Pass, ids: Tensor, tokenizer: PreTrainedTokenizerBase, linears: Sequence[str]
 ) -> Measured:
     """Return the record of a pass that saw the texts ``ids`` [N, T]: means over texts and heads,
     layers, massive activations, inputs of ``linears``, and bins of positions. Raises
@@ -176,10 +159,7 @@ def _measured(
         dormant_heads=(rows["output"] < DORMANT).double().mean().item(),
         hidden=summary(seen.states),
         layers=tuple(
-            Layer(
-                heads=_heads(layers[index]) if index in layers else (),
-                hidden=summary([states]),
-            )
+            Layer(heads=_heads(layers[index]) if index in layers else (), hidden=summary([states]))
             for index, states in enumerate(seen.states)
         ),
         massive=tuple(

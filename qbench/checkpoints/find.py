@@ -27,21 +27,8 @@ from qbench.attention import NATIVE, choose
 from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.checkpoints import fla
 from qbench.checkpoints.from_gguf import dequantized_folder
-from qbench.errors import (
-    CheckpointError,
-    DamagedError,
-    RecipeError,
-    UnavailableError,
-    shown,
-    some,
-)
-from qbench.files import (
-    cache_folder,
-    digest_of_parts,
-    file_digest,
-    kept_digest,
-    reason,
-)
+from qbench.errors import CheckpointError, DamagedError, RecipeError, UnavailableError, shown, some
+from qbench.files import cache_folder, digest_of_parts, file_digest, kept_digest, reason
 from qbench.records import TRAINING_FILE, Trained, read_training
 
 CLASS_NORMALIZERS = ("softmax", "softmax-sink")  # that classes of transformers compute themselves

@@ -175,10 +175,7 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
         "mlp_bias": False,
         "max_position_embeddings": parsed.max_position_embeddings,
         "rms_norm_eps": float(parsed.norm_eps),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": float(theta or 10000.0),
-        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(theta or 10000.0)},
         "tie_word_embeddings": parsed.tie_word_embeddings,
         "bos_token_id": parsed.bos_token_id,
         "eos_token_id": parsed.eos_token_id,

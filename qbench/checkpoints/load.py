@@ -14,11 +14,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import qbench.checkpoints.gated  # noqa: F401, makes its class known to transformers
 from qbench.attention import NATIVE

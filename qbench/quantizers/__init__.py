@@ -8,12 +8,7 @@ import importlib
 import pkgutil
 
 from qbench.quantizers import methods, published  # noqa: F401  (published registers)
-from qbench.quantizers.config import (
-    PackedWeight,
-    QuantizationConfig,
-    WeightSettings,
-    settings,
-)
+from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, settings
 from qbench.quantizers.methods.weight_only import Rtn
 from qbench.quantizers.registry import METHODS, config_of, register, unquantized_dtype
 

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from qbench.errors import QuantizationError
 from qbench.progress import Advance
 from qbench.quantizers.calibration import Calibration, watch_inputs
-from qbench.quantizers.config import (
-    ActivationEvidence,
-    ignore_advice,
-    matching,
-    require_matches,
-)
+from qbench.quantizers.config import ActivationEvidence, ignore_advice, matching, require_matches
 from qbench.quantizers.fake_quant import FakeQuant, scale_of_tensor
 from qbench.quantizers.linear import kept_in_float32, matrices
 from qbench.quantizers.methods.input_formats import RoundedInputs
@@ -74,10 +69,7 @@ def evidence(model: nn.Module, settings: RoundedInputs) -> dict[str, ActivationE
 
 @torch.no_grad()
 def calibrate(
-    model: nn.Module,
-    settings: RoundedInputs,
-    calibration: Calibration | None,
-    progress: Advance,
+    model: nn.Module, settings: RoundedInputs, calibration: Calibration | None, progress: Advance
 ) -> dict[str, Tensor]:
     """Return [lowest, highest] input over the calibration text by module's name; of a symmetric
     format −largest and largest magnitude. Samples are read one at a time. Empty for dynamic scales,

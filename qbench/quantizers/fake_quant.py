@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,14 +40,6 @@ CODES = {"int": torch.int8, "float": torch.float8_e4m3fn}  # dtypes of codes of 
 ROUNDED = "qbench_rounded"  # attribute of a tensor: its version, a format, and itself rounded to it
 
 
-def kernels() -> ModuleType:
-    """Return the module ``fake_quant_kernels``, which computes the same in Triton; imported only if
-    a GPU is used."""
-    from qbench.quantizers import fake_quant_kernels
-
-    return fake_quant_kernels
-
-
 def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
     """Return ``x`` [..., n] rounded to the format ``form``, in the dtype of ``x``. Token and group
     strategies have a scale for each group of values along the last axis.
@@ -68,8 +59,10 @@ def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None)
     """Return ``x`` [..., n] rounded as by ``fake_quantize``; each row along the last axis is a
     group, whatever ``form.group_size`` says. On a GPU a kernel does it."""
     if x.is_cuda:
+        from qbench.quantizers import fake_quant_kernels  # imports Triton
+
         with torch.cuda.device(x.device):  # Triton launches on the current one
-            return kernels().fake_quantize_rows(x, form, fixed)
+            return fake_quant_kernels.fake_quantize_rows(x, form, fixed)
     return fake_quantize_definition(x, form, fixed)
 
 

@@ -21,13 +21,7 @@ from pydantic import Field
 
 from qbench import machine
 from qbench.errors import RecipeError
-from qbench.quantizers.config import (
-    ROUNDING_BOUND,
-    UNQUANTIZED,
-    Runtime,
-    WeightSettings,
-    settings,
-)
+from qbench.quantizers.config import ROUNDING_BOUND, UNQUANTIZED, WeightSettings, settings
 from qbench.quantizers.registry import register
 from qbench.records import UNQUANTIZED_BITS, Part, Precision, StoredSize
 
@@ -129,15 +123,11 @@ class PublishedCopy(Published):
     size: StoredSize | None = None
     ends_quantized: bool = False
 
-    @property
-    def method(self) -> str:
-        """Return what tables group cells by, such as ``published awq``."""
-        return f"published {self.format}"
-
-    @property
-    def title(self) -> str:
-        """Return the method as tables write it, such as ``awq, as published``."""
-        return f"{self.format}, as published"
+    method = property(lambda self: f"published {self.format}")
+    title = property(lambda self: f"{self.format}, as published")
+    runtime = property(lambda self: "llama.cpp" if self.format == GGUF else "transformers")
+    batch_invariant = property(lambda self: not shares_scales(self.config))
+    unrounded = property(lambda self: self.least_bits >= UNQUANTIZED_BITS)  # as a GGUF file of F32
 
     @property
     def num_bits(self) -> float:
@@ -182,11 +172,6 @@ class PublishedCopy(Published):
         )
 
     @property
-    def batch_invariant(self) -> bool:
-        """Return false if activations share a scale over tokens."""
-        return not shares_scales(self.config)
-
-    @property
     def note(self) -> str:
         """Return what is scored, for the log: the format, and whether only its weights count."""
         return f"{self.format}, as published{f'; {WEIGHTS_ONLY}' if self.weights_only else ''}"
@@ -228,16 +213,6 @@ class PublishedCopy(Published):
         1)."""
         on_cpu = self.format == "bitsandbytes" and self.num_bits == 4 and self.device == "cpu"
         return (1, 64) if on_cpu else (1, 1)
-
-    @property
-    def runtime(self) -> Runtime:
-        """Return ``llama.cpp`` for a GGUF file, else ``transformers``."""
-        return "llama.cpp" if self.format == GGUF else "transformers"
-
-    @property
-    def unrounded(self) -> bool:
-        """Return whether nothing is rounded to fewer bits, as in a GGUF file of F32."""
-        return self.least_bits >= UNQUANTIZED_BITS
 
     # What the audit may expect
 

@@ -46,14 +46,9 @@ def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[]
         plain = all(n.endswith("weight") and t.dtype in PLAIN for n, t in tensors.items())
         columns = getattr(modules[name], "in_features", getattr(modules[name], "infeatures", None))
         if not plain and name not in settings.ignore and columns is not None:
-            by_layer[name] = partial(_stored, tensors, int(columns))
+            by_row = partial(torch.reshape, shape=(-1, int(columns)))
+            by_layer[name] = partial(PackedWeight, tensors=tensors, dequantize=None, groups=by_row)
     return by_layer
-
-
-def _stored(tensors: dict[str, Tensor], columns: int) -> PackedWeight:
-    """Return the stored weight of a matrix with ``columns`` weights per row, from its tensors."""
-    by_row = partial(torch.reshape, shape=(-1, columns))
-    return PackedWeight(tensors=tensors, dequantize=None, groups=by_row)
 
 
 def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
@@ -67,10 +62,9 @@ def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str
                 part = name.removeprefix(f"{module}.")
                 if module is None or part.endswith("bias"):
                     continue
-                for owner, part_name, tensor in _owners(
-                    modules, module, part, file.get_tensor(stored)
-                ):
-                    by_module.setdefault(owner, {})[part_name] = tensor
+                tensor = file.get_tensor(stored)
+                for owner, part_name, owned in _owners(modules, module, part, tensor):
+                    by_module.setdefault(owner, {})[part_name] = owned
     return by_module
 
 

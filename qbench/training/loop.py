@@ -235,7 +235,7 @@ class Trainer:
             share = "" if mfu is None else f", {mfu:.1%} of peak"
             self.print(
                 f"step {step:,} of {recipe.steps:,}: loss {loss:.3f}, gradient {norm:.2f}, "
-                f"{speed:,.0f} tokens/s{share}, {left} left",
+                f"{speed:,.0f} tokens/s{share}, {left} left"
             )
         self._began = time.monotonic()
 

@@ -26,7 +26,7 @@ from qbench.machine import versions
 from qbench.plan import plan
 from qbench.quantizers import gguf_file
 from qbench.quantizers.calibration import Calibration, read_calibration
-from qbench.quantizers.methods import by_llama_quantize, by_llamacpp
+from qbench.quantizers.methods import by_llamacpp
 from qbench.quantizers.registry import METHODS, settings_of
 from qbench.quantizers.texts import CalibrationText
 from qbench.recipe import Recipe
@@ -51,11 +51,7 @@ def recipe_of(folder, *quantizers, checkpoint="softmax"):
         ("awq-4bit:ignore=[o_proj]", "softmax", "unknown option 'ignore'"),
         ("command:command=cp", "softmax", r"command: must contain .*\{model\}"),
         ("command:command=gone {model} {out}", "softmax", "command: no program gone"),
-        (
-            "autoround-4bit",
-            "softmax",
-            r"is not installed; pip install -e '\.\[autoround\]'",
-        ),
+        ("autoround-4bit", "softmax", r"is not installed; pip install -e '\.\[autoround\]'"),
         ("awq-4bit:group_size=96", "softmax", "groups of 96 do not divide the inputs of"),
     ],
 )
@@ -172,21 +168,21 @@ def test_gguf_layers_are_rounded_as_the_gguf_package_rounds_them(kind, tmp_path)
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_mix_is_what_llama_quantize_writes(code, tmp_path, monkeypatch):
-    program = tmp_path / by_llama_quantize.PROGRAM
+    program = tmp_path / by_llamacpp.PROGRAM
     program.write_text(f'#!/bin/sh\n/bin/cp "$1" "$2"; echo "$3" >"$0.types"; exit {code}\n')
     program.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
     whole = save_as_transformers(DEMO / "softmax", tmp_path / "whole")
     (out := tmp_path / "out").mkdir()
     with pytest.raises(SystemExit, match="ended with exit code 3") if code else nullcontext():
-        by_llama_quantize.make(whole, out, None, settings_of("gguf-q4_k_m"))
+        by_llamacpp.make(whole, out, None, settings_of("gguf-q4_k_m"))
         assert [file.name for file in out.iterdir()] == ["model.gguf"]
         assert gguf_file.describe(str(out / "model.gguf"))["sizes"]["num_hidden_layers"] == 4
     assert (tmp_path / "llama-quantize.types").read_text() == "Q4_K_M\n"
 
 
 def test_the_key_of_a_mix_holds_the_program(tmp_path, monkeypatch):
-    program = tmp_path / by_llama_quantize.PROGRAM
+    program = tmp_path / by_llamacpp.PROGRAM
     monkeypatch.setenv("PATH", str(tmp_path))
     programs = []
     for version in "12":

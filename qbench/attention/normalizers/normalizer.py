@@ -44,11 +44,7 @@ class Parameter:
 # ALiBi (Press et al. 2022): the head's slope times how far a key is behind the query is taken from
 # the score before the definition sees it. Any normalizer may list it among its parameters.
 SLOPES = Parameter(
-    name="slopes",
-    trainable=False,
-    attribute="alibi_slopes",
-    required=False,
-    geometric=True,
+    name="slopes", trainable=False, attribute="alibi_slopes", required=False, geometric=True
 )
 
 

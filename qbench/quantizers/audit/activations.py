@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.audit.weights import (
-    MOST_UNQUANTIZED,
-    levels,
-    relative_error,
-)
+from qbench.quantizers.audit.weights import MOST_UNQUANTIZED, levels, relative_error
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig, matching
 from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.quantizers.linear import KEPT, Matrix, matrices_size
@@ -74,10 +70,7 @@ def measure_inputs(
             )
     modules = tuple(
         InputAudit(
-            name=name,
-            levels=watch.levels,
-            clipped=watch.clipped / watch.count,
-            error=watch.error,
+            name=name, levels=watch.levels, clipped=watch.clipped / watch.count, error=watch.error
         )
         for name, watch in measured.items()
     )

@@ -26,21 +26,9 @@ from qbench.progress import Advance
 from qbench.quantizers.activation_inputs import ATTRIBUTE
 from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.kv_cache import measure_kv
-from qbench.quantizers.audit.weights import (
-    failing_layer,
-    held,
-    measure_weights,
-    recorded_dtypes,
-)
+from qbench.quantizers.audit.weights import failing_layer, held, measure_weights, recorded_dtypes
 from qbench.quantizers.config import QuantizationConfig, WeightSettings
-from qbench.quantizers.linear import (
-    Matrix,
-    matrices,
-    matrices_size,
-    named_ends,
-    not_finite,
-    others,
-)
+from qbench.quantizers.linear import Matrix, matrices, matrices_size, named_ends, not_finite, others
 from qbench.quantizers.quantize import TRANSFORM, backend, evidence_of
 from qbench.records import GIB, Audit, BatchDependence, ModuleAudit, StoredSize
 from qbench.streaming import lockstep
@@ -117,11 +105,7 @@ def independence(
         f"and the settings do not declare that {declaration}"
         for result, what, declaration in (
             (causality, "later tokens moves earlier logits", "tokens see the future"),
-            (
-                batch_mates,
-                "the rest of a batch moves a row's logits",
-                "scores depend on the batch",
-            ),
+            (batch_mates, "the rest of a batch moves a row's logits", "scores depend on the batch"),
         )
         if not result.moved <= result.tolerance and not result.declared
     ]

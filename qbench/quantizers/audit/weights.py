@@ -213,10 +213,7 @@ def _changed_matrices(
 
 
 def _changed_others(
-    original: nn.Module,
-    quantized: nn.Module,
-    config: QuantizationConfig,
-    stored: Collection[str],
+    original: nn.Module, quantized: nn.Module, config: QuantizationConfig, stored: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Compare the parameters that are not weight matrices. Return a line per changed embedding or
     LM head and per bias that the original lacks; and a line per changed norm or other bias, which

@@ -1,10 +1,13 @@
-"""Copies that GPTQModel makes with its own defaults, but for the sizes of groups and batches."""
+"""Copies that GPTQModel makes with its own defaults, but for the sizes of groups and batches, and
+for ParoQuant's training."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import Field
 
 from qbench.quantizers.config import settings
 from qbench.quantizers.methods.library_made import CALIBRATED, LibraryMade, Texts, maker
@@ -37,17 +40,31 @@ class ByGptqmodel(LibraryMade, GroupedIntegers):
     blocks = property(lambda self: (128, 128) if self.method == "exl3" else super().blocks)
 
 
-def make(model: Path, out: Path, texts: Texts, settings: ByGptqmodel | GptqByGptqmodel) -> None:
+@maker("paroquant-4bit", "ParoQuant by GPTQModel; trained, minutes to hours on a GPU", num_bits=4)
+@settings
+class ParoQuant(LibraryMade, GroupedIntegers):
+    """Rotations of pairs of inputs, and the weights after them, trained layer by layer, with eager
+    attention, in two stages of ``epochs`` each."""
+
+    method, title, requirements = "paroquant", "ParoQuant", ("gptqmodel",)
+    softmax_only = True
+    epochs: int = Field(10, ge=1, description="of training per stage")
+    rows: int = Field(2048, ge=64, description="of a layer's inputs, drawn evenly, in an epoch")
+
+
+def make(
+    model: Path, out: Path, texts: Texts, settings: ByGptqmodel | GptqByGptqmodel | ParoQuant
+) -> None:
     """Write a copy of ``model`` by GPTQModel to the folder ``out``: see ``library_made``."""
-    options: dict[str, Any] = OPTIONS.get(settings.method, {"method": settings.method})
+    options: dict[str, Any] = {**OPTIONS.get(settings.method, {"method": settings.method})}
     if isinstance(settings, GptqByGptqmodel):
         order = {"act_group_aware": settings.order == "group-aware", "desc_act": settings.desc_act}
         options = {"sym": settings.symmetric, **order}
-    run(model, out, texts, settings, **options)
-
-
-def run(model: Path, out: Path, texts: Texts, settings: GroupedIntegers, **options: Any) -> None:
-    """Quantize ``model`` by GPTQModel with ``options`` of its class, and save it in ``out``."""
+    if isinstance(settings, ParoQuant):
+        options |= dict.fromkeys(("opt_rotation_epochs", "opt_finetune_epochs"), settings.epochs)
+        # its kernel rotates groups of 128; without it the library would train group by group
+        options["opt_fused_rotation"] = settings.group_length(0) == 128
+        options["opt_train_samples"] = settings.rows
     # its pool stops with fewer workers, and its packing kernel would be compiled first
     os.environ |= {"GPTQMODEL_CPU_WORKERS": "2", "GPTQMODEL_DISABLE_PACK_EXT": "1"}
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig

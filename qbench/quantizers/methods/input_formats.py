@@ -64,6 +64,9 @@ class RoundedInputs(Activations):
         (), description="layers whose inputs stay unquantized: parts of their names, such as "
         "down_proj, or patterns over full names, such as '*.o_proj'",
     )  # fmt: skip
+    needs_calibration = property(lambda self: not self.format.dynamic)
+    batch_invariant = property(lambda self: not self.format.one_of_tensor)
+    blocks = property(lambda self: (1, max(1, self.format.group_size)))
 
     @property
     def format(self) -> QuantFormat:
@@ -94,21 +97,6 @@ class RoundedInputs(Activations):
             when = "dynamic" if form.dynamic else "static"
             scheme = f"{form.words} per tensor, {when}{form.sides}"
         return Precision(activations=Part(bits=form.num_bits, scheme=scheme, simulated=True))
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Return whether scales are fixed on calibration text."""
-        return not self.format.dynamic
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Return false if one scale is taken from a whole batch."""
-        return not self.format.one_of_tensor
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Return (1, values that share a scale): inputs must be whole groups."""
-        return 1, max(1, self.format.group_size)
 
 
 @register("rounding-noise", "noise of rounding after each layer: KL's noise floor")

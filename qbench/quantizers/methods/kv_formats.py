@@ -52,6 +52,7 @@ class KVCache(Settings):
         0, ge=0, le=2**20,
         description="tokens at the beginning of a sequence that stay unquantized",
     )  # fmt: skip
+    batch_invariant = property(lambda self: not self.format.one_of_tensor)
 
     @property
     def format(self) -> QuantFormat:
@@ -62,11 +63,6 @@ class KVCache(Settings):
             group_size=self.group_size,
             scale_dtype="float16",
         )
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Return false if one scale is taken from a whole batch."""
-        return not self.format.one_of_tensor
 
     @property
     def precision(self) -> Precision:

@@ -1,7 +1,7 @@
 """Settings that makers share: methods whose library writes a copy of the model. Imports no torch.
 
-A maker is one file here: settings, a frozen dataclass under the decorator ``maker``, and a function
-beside it::
+A library's makers are one file here: settings, frozen dataclasses under the decorator ``maker``,
+and a function beside them::
 
     make(model: Path, out: Path, texts: Texts, settings) -> None
 
@@ -43,16 +43,8 @@ class LibraryMade(WeightSettings):
     needs_gpu: ClassVar[bool] = False
     softmax_only: ClassVar[bool] = False
     misfit: ClassVar[str] = "take another size, type or method"
-
-    @property
-    def package(self) -> str:
-        """Return the library's name, as Python imports it."""
-        return self.requirements[0].replace("-", "_")
-
-    @property
-    def note(self) -> str:
-        """Return which library made the copy, for the log."""
-        return f"made by {self.package}"
+    package = property(lambda self: self.requirements[0].replace("-", "_"))  # as Python imports it
+    note = property(lambda self: f"made by {self.package}")
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         """Raise RecipeError if the library is missing, or needs a GPU and ``device`` is

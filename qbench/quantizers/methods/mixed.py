@@ -10,14 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field
 
 from qbench.errors import QuantizationError, RecipeError, some
-from qbench.quantizers.config import (
-    Shapes,
-    WeightSettings,
-    matching,
-    name_parts,
-    pattern,
-    settings,
-)
+from qbench.quantizers.config import Shapes, WeightSettings, matching, name_parts, pattern, settings
 from qbench.quantizers.registry import config_of, register
 from qbench.records import UNQUANTIZED_BITS
 
@@ -69,6 +62,9 @@ class Mixed(WeightSettings):
         (), description="a quantizer of weights by pattern of layers' names; the first that "
         "matches counts: {'*.down_proj': gptq-8bit, '*': gptq-4bit}",
     )  # fmt: skip
+    scheme = property(lambda self: "; ".join(f"{n}: {each.scheme}" for n, each in self.layers))
+    needs_calibration = property(lambda self: any(s.needs_calibration for _, s in self.layers))
+    batch_invariant = property(lambda self: all(s.batch_invariant for _, s in self.layers))
 
     def for_layer(self, name: str) -> WeightSettings | None:
         """Return the settings of the first pattern that matches the layer ``name``, or None."""
@@ -135,21 +131,6 @@ class Mixed(WeightSettings):
     def num_bits(self) -> float:
         """Return the most bits that a pattern's settings have; 16 without patterns."""
         return max((chosen.num_bits for _, chosen in self.layers), default=UNQUANTIZED_BITS)
-
-    @property
-    def scheme(self) -> str:
-        """Return each pattern with its scheme, joined by ``;``."""
-        return "; ".join(f"{names}: {chosen.scheme}" for names, chosen in self.layers)
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Return whether the settings of any pattern need calibration text."""
-        return any(chosen.needs_calibration for _, chosen in self.layers)
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Return whether the settings of all patterns are batch-invariant."""
-        return all(chosen.batch_invariant for _, chosen in self.layers)
 
     @property
     def requirements(self) -> tuple[str, ...]:

@@ -40,21 +40,9 @@ class LmEvalModel(WeightSettings):
         UNQUANTIZED_BITS, ge=1, le=32,
         description="of a weight, as tables show it; not counted by qbench",
     )  # fmt: skip
-
-    @property
-    def num_bits(self) -> float:
-        """Return ``bits``, as the recipe states them."""
-        return self.bits
-
-    @property
-    def scheme(self) -> str:
-        """Return the scheme for records, ``as vllm runs it``: the weights are not seen."""
-        return f"as {self.model} runs it"
-
-    @property
-    def note(self) -> str:
-        """Return what ran the model, for the log: lm-eval's class, not audited."""
-        return f"lm-eval's {self.model}, not audited"
+    num_bits = property(lambda self: self.bits)
+    scheme = property(lambda self: f"as {self.model} runs it")
+    note = property(lambda self: f"lm-eval's {self.model}, not audited")
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         """Raise RecipeError if lm-eval has no class ``model``; neither argument is read."""

@@ -35,28 +35,12 @@ class RoundedWeights(WeightSettings):
 
     backend: ClassVar[str] = "scaled_linear"
     note: ClassVar[str] = "round to nearest"
-
-    @property
-    def format(self) -> QuantFormat:
-        """Return the number format of the codes and their scales."""
-        return FORMATS[self.name]
-
-    @property
-    def num_bits(self) -> int:
-        """Return the bits of a code, scales left out."""
-        return self.format.num_bits
-
-    @property
-    def method(self) -> str:
-        """Return what tables group cells by: ``int8``, ``fp8``, ``nvfp4`` or ``mx``."""
-        family = self.name.partition("-")[0]
-        return "mx" if family in ("mxfp4", "mxfp8") else family
-
-    @property
-    def title(self) -> str:
-        """Return the method as tables write it, such as ``FP8 weights``."""
-        family = self.name.partition("-")[0]
-        return f"{'Int8' if family == 'int8' else family.upper()} weights"
+    format = property(lambda self: FORMATS[self.name])
+    family = property(lambda self: self.name.partition("-")[0])
+    num_bits = property(lambda self: self.format.num_bits)
+    method = property(lambda self: "mx" if self.family in ("mxfp4", "mxfp8") else self.family)
+    title = property(lambda self: f"{self.family.upper().replace('INT', 'Int')} weights")
+    blocks = property(lambda self: (1, max(1, self.format.group_size)))
 
     @property
     def scheme(self) -> str:
@@ -64,11 +48,6 @@ class RoundedWeights(WeightSettings):
         if self.format.group_size == WHOLE_ROW:
             return f"{self.format.words} per {self.name.partition('-')[2]}"
         return f"{self.name} in blocks of {self.format.group_size}"
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Return (1, weights of a block): rows must be whole blocks."""
-        return 1, max(1, self.format.group_size)
 
     def shared_bits(self, rows: int, columns: int) -> float:
         """Return the bits per weight of a matrix [rows, columns] for scales: of rows, matrix and

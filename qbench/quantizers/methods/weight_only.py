@@ -65,10 +65,7 @@ class GroupedIntegers(Grouped):
         "128, or the largest of 64, 32, 16, 8 that divides every layer's inputs",
     )  # fmt: skip
 
-    @property
-    def scheme(self) -> str:
-        """Return the scheme in the field's words: ``int4 in groups of 128``."""
-        return f"int{self.num_bits} {self.grouping}"
+    scheme = property(lambda self: f"int{self.num_bits} {self.grouping}")
 
     def shared_bits(self, rows: int, columns: int) -> float:
         """Return the bits per weight of a group's float16 scale and 8-bit zero."""
@@ -92,7 +89,6 @@ class EvenlySpaced(GroupedIntegers):
 
     @property
     def scheme(self) -> str:
-        """Return the scheme in the field's words: ``int4 symmetric in groups of 128``."""
         kind = "symmetric" if self.symmetric else "asymmetric"
         return f"int{self.num_bits} {kind} {self.grouping}"
 
@@ -149,7 +145,6 @@ class ColumnOrder(EvenlySpaced):
 
     @property
     def scheme(self) -> str:
-        """Return the scheme with the order of columns: ``…, group-aware order``."""
         return f"{super().scheme}, {self.order} order"
 
     @property
@@ -201,11 +196,7 @@ class Bnb4(Bnb):
         "nf4", description="table of levels: normal-float or floating point"
     )
     double_quant: bool = Field(False, description="also quantize the blocks' scales, to 8 bits")
-
-    @property
-    def scheme(self) -> str:
-        """Return the scheme in the field's words: ``nf4 in blocks of 64``."""
-        return f"{self.quant_type} in blocks of {BNB_BLOCK}"
+    scheme = property(lambda self: f"{self.quant_type} in blocks of {BNB_BLOCK}")
 
     def shared_bits(self, rows: int, columns: int) -> float:
         """Return the bits per weight of a block's float32 scale; with ``double_quant`` fewer are
