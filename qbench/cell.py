@@ -38,11 +38,13 @@ from qbench.errors import (
 )
 from qbench.evaluation.answers import Answered, answer, with_kl
 from qbench.evaluation.evaluate import (
+    Instances,
     LoadedTask,
     ask,
     build_ahead,
     check_documents,
     group_scores,
+    in_turn,
     judge,
     load_task,
 )
@@ -55,7 +57,7 @@ from qbench.evaluation.kl_observer import (
 )
 from qbench.evaluation.llamacpp import LlamaCpp, external_model
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.scoring.batching import check_tokens, encode_ahead
+from qbench.evaluation.scoring.batching import check_tokens, requests_of
 from qbench.evaluation.scoring.forward import fit_settings
 from qbench.evaluation.scoring.generate import end_tokens
 from qbench.evaluation.settings import tolerance_violation
@@ -116,7 +118,7 @@ def compute(
             thread.submit(backend, settings)  # imports it: hqq takes a second and more
         encode = None
         if plan.device == "cuda" and cell.scoring.mode != "lm-eval":  # cores have little to do
-            encode = partial(encode_ahead, tokenizer, add_bos=cell.scoring.add_bos)
+            encode = partial(requests_of, tokenizer, add_bos=cell.scoring.add_bos)
         building = thread.submit(lambda: build_ahead(loading.result(), cell.scoring, encode))
         if isinstance(cell.quantization.weights, LibraryMade):
             loading.result()  # may raise, before a library works for minutes
@@ -431,16 +433,16 @@ class _Evaluation:
                 _note_failure(result, task.name, error)
                 return None
 
-        judged: dict[str, Future[TaskResult | None]] = {}
-        with ThreadPoolExecutor(1) as thread:  # a task is judged while the next one is scored
-            for task in left:
-                self.read_base(task.name)
-                result.progress.stage(cell.name, f"evaluate {task.name}")
-                work = attempt(task, partial(self._score, scorer, task))
-                if work is not None:
-                    judged[task.name] = thread.submit(attempt, task, work)
-                    if getattr(task.task, "has_code", True):  # which may draw
-                        judged[task.name].exception()
+        def score(task: LoadedTask, asked: Callable[[], Instances]) -> Callable[[], Any] | None:
+            self.read_base(task.name)
+            result.progress.stage(cell.name, f"evaluate {task.name}")
+            work = attempt(task, partial(self._score, scorer, task, asked))
+            return work and partial(attempt, task, work)
+
+        judged = dict[str, Future[TaskResult | None]]()
+        if left:
+            for task, future in in_turn(scorer, left, cell.scoring, score):
+                judged[task.name] = future
         done |= {name: future.result() for name, future in judged.items()}
         result.tasks += filter(None, done.values())
         if failures and not result.tasks:
@@ -498,11 +500,13 @@ class _Evaluation:
         self.result.progress.log(f"{self.cell.name}: {task.name} is taken from the cache")
         return TaskResult(record, tables)
 
-    def _score(self, scorer: Any, task: LoadedTask) -> Callable[[], TaskResult]:
+    def _score(
+        self, scorer: Any, task: LoadedTask, asked: Callable[[], Instances]
+    ) -> Callable[[], TaskResult]:
         """Score one task now; return a function that computes metrics and damage later."""
         cell, start, answered = self.cell, time.perf_counter(), None
         if task.answers is None:
-            ask(scorer, task, cell.scoring)
+            ask(scorer, task, asked())
         elif not hasattr(scorer, "answer"):
             raise EvaluationError(
                 f"{task.name}: only exact and fast scoring give the tokens of answers; set "

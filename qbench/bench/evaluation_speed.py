@@ -10,13 +10,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from qbench import bench
 from qbench.bench import Row
 from qbench.cell import load
 from qbench.checkpoints.tokenizer import load_tokenizer
-from qbench.evaluation.evaluate import LoadedTask, evaluate, load_task
+from qbench.evaluation.evaluate import (
+    Instances,
+    LoadedTask,
+    Outcomes,
+    ask,
+    in_turn,
+    judge,
+    load_task,
+)
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
@@ -67,6 +76,9 @@ def compare(
     each run's report with its peak memory, and rows: one mode on one task, or on all of them
     (``task`` is "all").
 
+    HFLM scores one task after the other; in the other modes, as in a cell, the next task is built
+    and encoded, and the one before judged, while one is scored.
+
     ``seconds`` of a row is everything: lm-eval's requests and metrics, tokenization, the model, and
     in fast mode the sample that is scored exactly; ``scoring_seconds`` is the part inside the
     language model; ``speed`` is HFLM's ``seconds`` over it. Differences are those of
@@ -83,15 +95,15 @@ def compare(
         scorer = language_model(model, tokenizer, chosen)  # an observer measures all documents
         most = WARM_UP * chosen.batch_size
         few = dataclasses.replace(chosen, limit=min(most, chosen.limit or most))
-        for task in tasks:
-            _timed(scorer, task, few)
+        _timed(scorer, tasks, few)
         observer = observe()
         if chosen.mode != "lm-eval":  # the same HFLM: its first call is none of its speed
             scorer = language_model(model, tokenizer, chosen, observer=observer)
-        runs[name] = []
+        timed = _timed_by_lm_eval if chosen.mode == "lm-eval" else _timed
+        runs[name] = timed(scorer, tasks, chosen)
         for index, task in enumerate(tasks):
-            runs[name].append(_timed(scorer, task, chosen))
-            rows.append(_row(task.name, name, runs[name][-1:], runs["lm-eval"][index : index + 1]))
+            each = slice(index, index + 1)
+            rows.append(_row(task.name, name, runs[name][each], runs["lm-eval"][each]))
             log(f"{task.name} {name}: {rows[-1]['seconds']:.2f} s")
         rows.append(_row("all", name, runs[name], runs["lm-eval"]))
         reports[name] = scorer.report().model_dump(mode="json")
@@ -163,15 +175,36 @@ def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
     }
 
 
-def _timed(scorer: Any, task: LoadedTask, settings: ScoringSettings) -> Timed:
-    """Score ``task`` once with ``scorer`` on the clock."""
+def _timed_by_lm_eval(
+    scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings
+) -> list[Timed]:
+    """Score ``tasks`` one after the other, as lm-eval does, on the clock."""
+    return [timed for task in tasks for timed in _timed(scorer, [task], settings)]
+
+
+def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) -> list[Timed]:
+    """Score ``tasks`` as a cell does, on the clock: the next task is prepared and the one before
+    judged while one is scored. A task's seconds end with its scores, the last one's with its
+    metrics."""
     clocked = Clocked(scorer)
     synchronize(scorer.hflm.device.type)
-    start = time.perf_counter()
-    result = evaluate(clocked, task, settings)
-    seconds = time.perf_counter() - start
-    given = result.responses[result.responses["filter"].isna()]  # not what filters took from it
-    return Timed(seconds, clocked.seconds, given)
+    marks, inside, results = [time.perf_counter()], [0.0], []
+
+    def score(task: LoadedTask, asked: Callable[[], Instances]) -> Callable[[], Outcomes]:
+        ask(clocked, task, asked())
+        return partial(judge, task, settings)
+
+    for _, judged in in_turn(clocked, tasks, settings, score):
+        marks.append(time.perf_counter())
+        inside.append(clocked.seconds)
+        results.append(judged)
+    marks[-1] = time.perf_counter()
+    timed = []
+    for seconds, model, judged in zip(np.diff(marks), np.diff(inside), results, strict=True):
+        given = judged.result().responses
+        given = given[given["filter"].isna()]  # not what filters took from it
+        timed.append(Timed(float(seconds), float(model), given))
+    return timed
 
 
 class Clocked:

@@ -17,11 +17,12 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, variance
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -44,6 +45,7 @@ from pyarrow import ArrowException
 
 from qbench import hub
 from qbench.errors import DataError, EvaluationError, QbenchError, first_line
+from qbench.evaluation.scoring.batching import KEPT_CHARACTERS, characters
 from qbench.evaluation.settings import FEWSHOT_SEED, AnswerSettings, ScoringSettings
 from qbench.evaluation.tasks import (
     INSTALLED,
@@ -72,12 +74,12 @@ if TYPE_CHECKING:
     from qbench.evaluation.tasks import TaskGroup
 
 
+T = TypeVar("T")
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
 # Keys on the source of documents, which do not change prompts.
 ORIGIN_KEYS = {"custom_dataset", "dataset_kwargs", "metadata", "tag", *SPLIT_KEYS}
 TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "process_results")
 KEPT = 256  # tasks in memory
-ENCODED_AHEAD = 50_000  # requests, whose ids are kept
 PRINTED = re.compile(r"\{\{\s*(\w+)\s*\}\}")  # a field that a template prints as it is
 INDEXES = ("label", "gold")  # usual names of the field that says which choice is right
 TEXTS = ("answerKey", "answer")  # and of those that say it in words
@@ -471,24 +473,64 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     """Score one task with ``model``; return scores and tables. Batches hold requests of this task
     only. Raises DataError as ``check_documents``, EvaluationError if the model fails or a
     log-likelihood or a score is not a number."""
-    ask(model, task, settings)
+    ask(model, task, prepare(model, task, settings))
     return judge(task, settings)
 
 
-def ask(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> None:
-    """Have ``model`` answer the task's requests, and append each answer to the ``resps`` of its
-    lm-eval instance. Raises DataError as ``check_documents``, EvaluationError if the model fails.
-    """
+Instances = dict[str, list[Any]]  # lm-eval's, by their kind
+
+
+def prepare(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Instances:
+    """Return the task's requests, each as often as it repeats, after a Scorer has encoded and
+    planned them; {} for a task of answers, which ``answers`` builds. Raises DataError as
+    ``check_documents``, EvaluationError for requests that cannot be built or encoded."""
+    if task.answers is not None:
+        return {}
     check_documents(task, settings.limit)
     build_requests(task.task, settings, model)
+    kinds: Instances = defaultdict(list)
+    for instance in task.task.instances:
+        kinds[instance.request_type] += [instance] * instance.repeats
+    if hasattr(model, "prepare"):
+        for kind, instances in kinds.items():
+            model.prepare(kind, instances)
+    return kinds
+
+
+def in_turn(
+    model: Scorer | HFLMScorer,
+    tasks: Sequence[LoadedTask],
+    settings: ScoringSettings,
+    score: Callable[[LoadedTask, Callable[[], Instances]], Callable[[], T] | None],
+) -> Iterator[tuple[LoadedTask, Future[T]]]:
+    """Yield tasks with the futures of their results. ``score`` takes a task and a function that
+    waits for its requests and returns one that judges the answers, or None. While a task is scored,
+    a thread judges the one before and prepares the next, unless one of them may draw at random."""
+    with ThreadPoolExecutor(1) as thread:
+        ready: Future[Instances] | None = None
+        for task, following in zip(tasks, [*tasks[1:], None], strict=True):
+            has_code = getattr(task.task, "has_code", True)
+            asked = ready or thread.submit(prepare, model, task, settings)
+            draws = has_code or task.answers or task.task.OUTPUT_TYPE == "generate_until"
+            ready = None
+            if following is not None and not draws:
+                ready = thread.submit(prepare, model, following, settings)
+            work = score(task, asked.result)
+            if work is not None:
+                judged = thread.submit(work)
+                if has_code:
+                    judged.exception()
+                yield task, judged
+
+
+def ask(model: Scorer | HFLMScorer, task: LoadedTask, kinds: Instances) -> None:
+    """Have ``model`` answer the requests ``kinds`` of ``task``, those of each kind together, and
+    append each answer to the ``resps`` of its lm-eval instance. Raises EvaluationError if the model
+    fails."""
     hflm = getattr(model, "hflm", None)
     usual = getattr(hflm, "_max_length", None)
     if hflm is not None and task.max_length is not None:  # of prompts and answers
         hflm._max_length = task.max_length
-    # Let model answer the requests of each kind together, each as often as it repeats
-    kinds: dict[str, list[Any]] = defaultdict(list)
-    for instance in task.task.instances:
-        kinds[instance.request_type] += [instance] * instance.repeats
     try:
         for kind, requests in kinds.items():
             for answer, request in zip(getattr(model, kind)(requests), requests, strict=True):
@@ -555,20 +597,19 @@ def _named(task: str, what: str, remedy: str) -> Iterator[None]:
 def build_ahead(
     tasks: Sequence[LoadedTask],
     settings: ScoringSettings,
-    encode: Callable[[list[tuple[str, str]]], None] | None = None,
+    encode: Callable[[list[tuple[str, str]]], Any] | None = None,
 ) -> None:
     """Build the requests of tasks that draw nothing at random and need no chat template, so that
     ``build_requests`` has them ready. ``encode`` is called with the texts of those for
-    log-likelihoods, task by task, of at most ``ENCODED_AHEAD`` together; a longer task is left out.
-    """
-    left = ENCODED_AHEAD
+    log-likelihoods, task by task, as many as are kept; a longer task is left out."""
+    left = KEPT_CHARACTERS
     for task in tasks:
         if settings.chat is None and getattr(task.task, "draws_nothing", False):
             task.task.build_all_requests(limit=settings.limit, rank=0, world_size=1)
             kind = "loglikelihood"  # these ``ask`` puts together
             pairs = [each.args for each in task.task.instances if each.request_type == kind]
-            if encode is not None and 0 < len(pairs) <= left:
-                left -= len(pairs)
+            if encode is not None and 0 < (size := characters(pairs)) <= left:
+                left -= size
                 encode(pairs)
 
 

@@ -2,10 +2,13 @@
 
 import json
 import random
+import time
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
+import pandas as pd
 import pytest
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
@@ -14,12 +17,16 @@ from scoring_models import llama, scorer, settings, text, tokenizer
 
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.evaluate import (
+    ask,
     build_ahead,
     evaluate,
     group_scores,
+    in_turn,
+    judge,
     load_task,
     rebuild_requests,
 )
+from qbench.evaluation.scoring.batching import characters
 from qbench.evaluation.scoring.scorer import pinned_hflm
 from qbench.evaluation.settings import FEWSHOT_SEED, Chat
 from qbench.evaluation.tasks import expand, plan_task
@@ -250,10 +257,41 @@ def test_a_template_without_a_system_role_takes_no_instruction_or_description(fo
 
 
 def test_a_task_too_long_to_encode_ahead_leaves_room_for_the_next(folder, monkeypatch):
-    monkeypatch.setattr("qbench.evaluation.evaluate.ENCODED_AHEAD", 10)
     tasks, encoded = [loaded(folder, name) for name in ("zero_shot", "word")], []
     build_ahead(tasks, settings("exact"), encoded.append)
-    assert [len(pairs) for pairs in encoded] == [7]  # of zero_shot there are 14
+    assert [len(pairs) for pairs in encoded] == [14, 7]
+    less = characters(encoded[0]) - 1
+    monkeypatch.setattr("qbench.evaluation.evaluate.KEPT_CHARACTERS", less)
+    build_ahead(tasks, settings("exact"), encoded.append)
+    assert [len(pairs) for pairs in encoded[2:]] == [7]
+
+
+def test_the_next_task_is_prepared_and_the_last_judged_while_one_is_scored(folder):
+    """But not beside one that may draw at random; scores are those of one after the other."""
+    names = ("zero_shot", "word", "coded", "five_shot")
+    chosen, model = settings("exact", max_length=900), scorer(llama(), "exact", max_length=900)
+    alone = [evaluate(model, loaded(folder, name), chosen) for name in names]
+    meanwhile, encode = [], model.prepare
+
+    def prepare(kind, instances):
+        encode(kind, instances)
+        meanwhile.append(instances[0].task_name)
+
+    def score(task, asked):
+        kinds = asked()
+        while task.name == "zero_shot" and "word" not in meanwhile:
+            time.sleep(0.01)
+        meanwhile.append(f"scored {task.name}")
+        ask(model, task, kinds)
+        return partial(judge, task, chosen)
+
+    model.prepare = prepare
+    tasks = [loaded(folder, name) for name in names]
+    found = [judged.result() for _, judged in in_turn(model, tasks, chosen, score)]
+    assert meanwhile.index("scored coded") < meanwhile.index("five_shot")  # whose code may draw
+    for one, other in zip(alone, found, strict=True):
+        assert one.scores == other.scores
+        pd.testing.assert_frame_equal(one.responses, other.responses)
 
 
 def test_groups_are_scored_as_by_simple_evaluate(folder):

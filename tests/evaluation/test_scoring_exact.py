@@ -1,13 +1,15 @@
 """Exact scoring against lm-eval's own HFLM, to the last bit."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from scoring_models import KINDS, ask, choices, instance, llama, pages, scorer, text
 from tiny import SPARSE_KEYS, tiny_model
+from transformers import PreTrainedTokenizerFast
 
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring import batching
-from qbench.evaluation.scoring.batching import encode_ahead
 from qbench.evaluation.scoring.forward import MatmulRounding, probe_matmul
 
 
@@ -31,18 +33,36 @@ def test_log_likelihoods_equal_those_of_hflm(kind, bos):
 
 
 @pytest.mark.parametrize("bos", [False, True, None], ids=["no bos", "bos", "as the tokenizer"])
-def test_ids_that_were_encoded_ahead_are_taken_once(bos, monkeypatch):
-    ours, asked = scorer(llama(), "exact", bos=bos), choices(5)
-    expected = ask(ours, asked)
-    pairs, add_bos = [each.args for each in asked], ours.settings.add_bos
-    encode_ahead(ours.hflm.tokenizer, pairs, add_bos=add_bos)
+def test_texts_are_encoded_once_for_all_tokenizers_that_do_the_same(bos, monkeypatch):
+    ours, other = (scorer(llama(), "exact", bos=bos) for _ in range(2))
+    tokenizer = other.hflm.tokenizer = deepcopy(ours.hflm.tokenizer)
+    asked, texts = choices(5), pages((3, 75))
+    monkeypatch.setattr(batching, "_kept", {})
+    expected = ask(ours, asked), ask(ours, texts)
     with monkeypatch.context() as patched:
         patched.delattr(batching, "encode")
-        assert ask(ours, asked) == expected
+        assert (ask(other, asked), ask(other, texts)) == expected
         with pytest.raises(NameError):
-            ask(ours, asked)
-    encode_ahead(ours.hflm.tokenizer, pairs[1:], add_bos=add_bos)  # others
-    assert ask(ours, asked) == expected
+            ask(ours, asked[1:])
+    tokenizer.backend_tokenizer.add_tokens(["others"])
+    vars(tokenizer).pop(batching.DIGEST)
+    monkeypatch.setattr(batching, "KEPT_CHARACTERS", 10)
+    assert ask(other, asked) == expected[0]
+    assert len(batching._kept) == 1  # the last, however long
+
+
+def test_a_backend_is_called_by_itself_only_where_it_gives_the_tokenizers_ids():
+    class Own(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, **_):
+            return {"input_ids": [[7]] * len(text)}
+
+    usual, texts = deepcopy(scorer(llama(), "exact").hflm.tokenizer), ["a b", "", "c"]
+    expected = usual(texts, add_special_tokens=False)["input_ids"]
+    for enable in (lambda: None, lambda: usual.backend_tokenizer.enable_truncation(1)):
+        enable()
+        assert batching.encode(usual, texts, special_tokens=False) == expected
+    own = Own(tokenizer_object=usual.backend_tokenizer)
+    assert batching.encode(own, texts, special_tokens=False) == [[7]] * 3
 
 
 @pytest.mark.parametrize("bos", [False, True, None], ids=["no bos", "bos", "as the tokenizer"])

@@ -18,16 +18,18 @@ A *pack* is prefix groups laid one after another in one row of tokens.
 from __future__ import annotations
 
 import itertools
-import operator
 import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qbench.errors import EvaluationError
+from qbench.files import digest
 from qbench.records import DifferenceFromExact
 
 
@@ -55,10 +57,25 @@ class Request:
         return self.tokens[-(max_length + 1) : -1]
 
 
-def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> list[Request]:
+class Requests(list[Request]):
+    """The requests of one call of the language model, with the batches that were planned of them
+    before."""
+
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
+        super().__init__(requests)
+        self._plans: dict[Any, list[Any]] = {}
+
+    def plan(self, batching: Padding | Packing, *, windows: bool) -> list[Any]:
+        """Return ``batching.plan`` of the requests; twice the same object."""
+        if (batching, windows) not in self._plans:
+            self._plans[batching, windows] = batching.plan(self, windows=windows)
+        return self._plans[batching, windows]
+
+
+def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> Requests:
     """Return a request per (context ids, continuation ids, owner) of ``parts``; their scored tokens
     are numbered in this order (``first``)."""
-    requests, first = [], 0
+    requests, first = Requests(), 0
     for context, continuation, owner in parts:
         requests.append(Request([*context, *continuation], len(context), owner, first))
         first += len(continuation)
@@ -143,7 +160,10 @@ def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
 
 
 THREADS = "TOKENIZERS_PARALLELISM"
-AHEAD = "qbench_ids"  # attribute of a tokenizer: what ``encode_ahead`` keeps
+DIGEST = "qbench_digest"  # attribute of a tokenizer
+KEPT_CHARACTERS = 20_000_000  # of texts whose requests a process keeps, about 5 million tokens
+_kept: dict[Hashable, tuple[Requests, int]] = {}  # and the characters of each
+_encoding = threading.RLock()
 
 
 def encode(
@@ -154,16 +174,32 @@ def encode(
     if not texts:
         return []
     unique = list(dict.fromkeys(texts))
-    kept = os.environ.get(THREADS, "false")
-    os.environ[THREADS] = "true"  # it is off because of forks, and none happens here
-    try:
-        ids = tokenizer(
-            unique, add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
-        )["input_ids"]
-    finally:
-        os.environ[THREADS] = kept
+    with _encoding:
+        kept = os.environ.get(THREADS, "false")
+        os.environ[THREADS] = "true"  # it is off because of forks, and none happens here
+        try:
+            ids = _encode(tokenizer, unique, special_tokens)
+        finally:
+            os.environ[THREADS] = kept
     by_text = dict(zip(unique, ids, strict=True))
     return [by_text[text] for text in texts]
+
+
+def _encode(tokenizer: Any, texts: list[str], special_tokens: bool) -> list[list[int]]:
+    """Return what ``tokenizer`` makes of ``texts``. A usual one's backend is called by itself:
+    transformers takes three times as long in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if (
+        backend is not None
+        and type(tokenizer)._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and backend.truncation is backend.padding is None
+        and backend.encode_special_tokens == tokenizer.split_special_tokens
+    ):
+        encoded = backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
+        return [each.ids for each in encoded]
+    return tokenizer(
+        texts, add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
+    )["input_ids"]
 
 
 def encode_texts(
@@ -202,9 +238,6 @@ def encode_pairs(
     Raises EvaluationError for a request without a context or continuation token, which HFLM stops
     at with a bare assertion.
     """
-    ahead = vars(tokenizer).get(AHEAD, {}).pop((tuple(pairs), add_bos, prefix_id), None)
-    if ahead is not None:
-        return ahead
     filled = [(context, ending) for context, ending in pairs if context != ""]
     both = encode_texts(
         tokenizer,
@@ -234,14 +267,50 @@ def encode_pairs(
     return encoded
 
 
-def encode_ahead(
-    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]], *, add_bos: bool | None
-) -> None:
-    """Encode ``pairs`` and keep the ids for the next ``encode_pairs`` with the same arguments."""
-    prefix_id = tokenizer.bos_token_id  # as lm-eval chooses it
-    prefix_id = tokenizer.eos_token_id if prefix_id is None else prefix_id
-    ids = encode_pairs(tokenizer, pairs, add_bos=add_bos, prefix_id=prefix_id)
-    vars(tokenizer).setdefault(AHEAD, {})[tuple(pairs), add_bos, prefix_id] = ids
+def requests_of(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[tuple[str, ...]],
+    *,
+    add_bos: bool | None,
+    prefix_id: int | None = None,
+    window: int | None = None,
+) -> Requests:
+    """Return the requests of pairs (context, continuation), or, with ``window``, of whole texts
+    (text,), cut into rolling windows of so many tokens. ``add_bos`` and ``prefix_id`` (None: as
+    lm-eval chooses it) are those of ``encode_texts``. The last ones are kept for equal arguments,
+    also of another tokenizer that does the same. Raises EvaluationError as ``encode_pairs``."""
+    if prefix_id is None:
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        prefix_id = eos if bos is None else bos
+    same = vars(tokenizer).get(DIGEST, tokenizer)
+    if same is tokenizer and tokenizer.is_fast:
+        same = digest(tokenizer.backend_tokenizer.to_str().encode())
+        vars(tokenizer)[DIGEST] = same
+    key = (type(tokenizer), same, tuple(texts), add_bos, prefix_id, window)
+    with _encoding:
+        if key in _kept:
+            _kept[key] = _kept.pop(key)  # the last to go
+            return _kept[key][0]
+        if window is None:
+            pairs = encode_pairs(tokenizer, texts, add_bos=add_bos, prefix_id=prefix_id)
+            requests = to_requests((*pair, i) for i, pair in enumerate(pairs))
+        else:
+            whole = [text for (text,) in texts]
+            encoded = encode_texts(tokenizer, whole, add_bos=add_bos, prefix_id=prefix_id)
+            requests = to_requests(
+                (*make_disjoint_window(each), owner)
+                for owner, ids in enumerate(encoded)
+                for each in get_rolling_token_windows(ids, prefix_id, window, context_len=1)
+            )
+        _kept[key] = requests, characters(texts)
+        while len(_kept) > 1 and sum(count for _, count in _kept.values()) > KEPT_CHARACTERS:
+            del _kept[next(iter(_kept))]
+    return requests
+
+
+def characters(texts: Iterable[tuple[str, ...]]) -> int:
+    """Return how many characters ``texts`` have together."""
+    return sum(map(len, itertools.chain.from_iterable(texts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,8 +507,8 @@ class Packing:
         size = (0, 0, 0)
         for group in groups:
             added = (group.tokens, group.keys, 1 + len(group.suffixes))
-            size = tuple(map(sum, zip(size, added, strict=True)))
-            if not packs or any(map(operator.gt, size, most)):
+            size = (size[0] + added[0], size[1] + added[1], size[2] + added[2])
+            if not packs or size[0] > most[0] or size[1] > most[1] or size[2] > most[2]:
                 packs.append(Pack([]))
                 size = added
             packs[-1].groups.append(group)
@@ -518,11 +587,15 @@ def prefix_groups(
             tokens += more
         for part in parts:
             inputs = [requests[i].inputs(max_length) for i in part]
-            prefix = list(os.path.commonprefix(inputs))  # noqa: RUF071  of lists, not of paths
+            # the context is shared, unless it is cut: then it is all of a single input
+            after = min(len(context), len(inputs[0]))
+            after += len(os.path.commonprefix([ids[after:] for ids in inputs]))  # noqa: RUF071  of lists, not of paths
             suffixes: dict[tuple[int, ...], int] = {}
             members = []
             for i, ids in zip(part, inputs, strict=True):
-                rest = tuple(ids[len(prefix) :])
+                rest = tuple(ids[after:])
                 members.append((i, suffixes.setdefault(rest, len(suffixes)) if rest else -1))
-            groups.append(PrefixGroup(prefix, [list(suffix) for suffix in suffixes], members))
+            groups.append(
+                PrefixGroup(inputs[0][:after], [list(each) for each in suffixes], members)
+            )
     return groups

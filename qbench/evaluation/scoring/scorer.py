@@ -29,7 +29,6 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qbench.checkpoints.tokenizer import puts_bos
 from qbench.errors import EvaluationError, first_line
@@ -41,10 +40,9 @@ from qbench.evaluation.scoring.batching import (
     Packing,
     Padding,
     Request,
+    Requests,
     check_tokens,
-    encode_pairs,
-    encode_texts,
-    to_requests,
+    requests_of,
 )
 from qbench.evaluation.scoring.forward import (
     LOG_PROBABILITY_BYTES,
@@ -272,36 +270,38 @@ class Scorer(LM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
         """Return (log-likelihood in nats, whether greedy) of each request's continuation after its
         context. Raises as ``read``, and for a request without tokens in either."""
-        encoded = encode_pairs(
-            self.hflm.tokenizer,
-            [request.args for request in requests],
-            add_bos=self.settings.add_bos,
-            prefix_id=self.hflm.prefix_token_id,
-        )
-        return self.read(requests, to_requests((*pair, i) for i, pair in enumerate(encoded)))
+        return self.read(requests, self._requests(requests))
 
     @garbage_seldom()
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each request's whole text in nats, the sum over its rolling
         windows. Raises as ``read``."""
         self._counts.rolling |= {request.task_name: None for request in requests}
-        prefix_id, length = self.hflm.prefix_token_id, self.settings.max_length
-        texts = encode_texts(
-            self.hflm.tokenizer,
-            [request.args[0] for request in requests],
-            add_bos=self.settings.add_bos,
-            prefix_id=prefix_id,
-        )
-        windows = to_requests(
-            (*make_disjoint_window(window), owner)
-            for owner, ids in enumerate(texts)
-            for window in get_rolling_token_windows(ids, prefix_id, length, context_len=1)
-        )
+        windows = self._requests(requests, windows=True)
         sums: list[float] = [0] * len(requests)
         scores = self.read(requests, windows, windows=True)
         for window, (log_likelihood, _) in zip(windows, scores, strict=True):
             sums[window.owner] += log_likelihood
         return sums
+
+    def _requests(self, instances: Sequence[Any], *, windows: bool = False) -> Requests:
+        """Return the requests of lm-eval's ``instances``, or the rolling windows of their texts."""
+        return requests_of(
+            self.hflm.tokenizer,
+            [instance.args for instance in instances],
+            add_bos=self.settings.add_bos,
+            prefix_id=self.hflm.prefix_token_id,
+            window=self.settings.max_length if windows else None,
+        )
+
+    def prepare(self, kind: str, instances: Sequence[Any]) -> None:
+        """Encode ``instances`` and plan their batches for the next call of the method ``kind``,
+        beside a call of another task. Raises EvaluationError for a request without tokens."""
+        windows = kind == "loglikelihood_rolling"
+        if windows or kind == "loglikelihood":
+            requests = self._requests(instances, windows=windows)
+            if backend := self.fast or self.exact:
+                requests.plan(backend.batching, windows=windows)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the answers to lm-eval's requests as texts: decoded in slots, or by HFLM if these
@@ -327,7 +327,7 @@ class Scorer(LM):
         )  # fmt: skip
 
     def read(
-        self, instances: Sequence[Any], requests: list[Request], *, windows: bool = False
+        self, instances: Sequence[Any], requests: Requests, *, windows: bool = False
     ) -> list[LogLikelihood]:
         """Return the log-likelihoods of ``requests``; ``requests[i].owner`` is the index of its
         lm-eval instance in ``instances``, all of one task. ``windows``: they are rolling windows.
@@ -401,7 +401,7 @@ class Scorer(LM):
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
-            added = [requests[i] for i in new]
+            added = Requests(requests[i] for i in new)
             queued = self._queue(self._reference, added, windows, Counts())
             scores = fast()
             exact |= dict(zip(new, queued(), strict=True))
@@ -426,14 +426,14 @@ class Scorer(LM):
     def _queue(
         self,
         backend: Backend,
-        requests: Sequence[Request],
+        requests: Requests,
         windows: bool,
         counts: Counts,
         observer: Observer | None = None,
     ) -> Callable[[], list[LogLikelihood]]:
         """Score batches of ``requests``, which a GPU may go on with; return a function that waits
         for the scores, in the order of ``requests``."""
-        plans = backend.batching.plan(requests, windows=windows)
+        plans = requests.plan(backend.batching, windows=windows)
         parts = list(_parts(plans, self._state_bytes)) if self._stream else [[p] for p in plans]
         results: list[tuple[Batch, RowScores]] = []
         done = 0
