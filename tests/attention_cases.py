@@ -136,7 +136,7 @@ def errors(case: Case, attend, dtype=torch.float32, device="cpu") -> dict[str, f
     """‖got − truth‖ / ‖truth‖ of the output and of the gradients of inputs and parameters, as
     ``attend(case, query, key, value, parameters)`` gives them; infinite where any is not finite."""
     *tensors, gradient = inputs(case, dtype, device)
-    found = []
+    results = []
     for function, wide in ((attend, False), (definition, True)):
         leaves = [t.double() if wide else t.clone() for t in tensors]
         given = {
@@ -144,13 +144,13 @@ def errors(case: Case, attend, dtype=torch.float32, device="cpu") -> dict[str, f
         }
         sources = [tensor.requires_grad_() for tensor in (*leaves, *given.values())]
         output = function(case, *leaves, given)
-        found.append((output, *torch.autograd.grad(output, sources, gradient.to(output.dtype))))
+        results.append((output, *torch.autograd.grad(output, sources, gradient.to(output.dtype))))
     names = ("output", "dq", "dk", "dv", *(f"d{name}" for name in parameters(case)))
     return {
         name: float((got.double() - truth).detach().norm() / truth.detach().norm().clamp(min=1e-30))
         if got.isfinite().all()
         else float("inf")
-        for name, got, truth in zip(names, *found, strict=True)
+        for name, got, truth in zip(names, *results, strict=True)
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,14 +161,11 @@ class Baseline:
             if isinstance(output, tuple):
                 self._beside[block] = (None,) * (len(output) - 1)
 
-        blocks = self.blocks if self.skips else ()
-        handles = [block.register_forward_hook(keep, with_kwargs=True) for block in blocks]
-        try:
-            return self._hidden(tokens)
-        finally:
+        with ExitStack() as stack:
+            for block in self.blocks if self.skips else ():
+                stack.enter_context(block.register_forward_hook(keep, with_kwargs=True))
             self._inputs.append(inputs)
-            for handle in handles:
-                handle.remove()
+            return self._hidden(tokens)
 
     def _from_block(
         self, index: int, inputs: Sequence[Tensor], tokens: Tensor, variants: Sequence[Mapping]

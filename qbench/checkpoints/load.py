@@ -49,6 +49,9 @@ OURS_OF_HALF, OURS_ON_GPU, OURS_OF_FEW_BITS = 0.1, 0.01, 0.5
 # GPTQ with settings by layer
 GPTQMODELS_OWN = {"exl3": "exl3_torch", "paroquant": "paroquant_cuda", "gptq": "gptq_torch"}
 ROUNDS_ACTIVATIONS = "qbench_rounds_activations"  # attribute of copies that do
+# Of from_pretrained. Tensors of another shape are reported, and refused then
+SAFELY = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True,
+          "ignore_mismatched_sizes": True}  # fmt: skip
 
 
 def load_model(
@@ -167,10 +170,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
                 generation_config=generation_settings(checkpoint),
                 key_mapping=fla.KEY_MAPPING if ours else None,
                 dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are named below, not loaded
+                **SAFELY,
             )
     except CheckpointError:
         raise
@@ -346,10 +346,7 @@ def _read_quantized(
             folder,
             dtype=dtype,
             device_map={"": device},
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named, not loaded
+            **SAFELY,
             **_loading(quantization, dequantize),
         )
         missing = report["missing_keys"]

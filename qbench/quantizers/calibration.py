@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from queue import SimpleQueue
 from threading import Thread, local
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -144,13 +144,15 @@ class SequentialCalibrator:
         # have the id of an earlier one.
         order: list[tuple[str, Tensor, int]] = []
 
+        def refuse(why: str) -> NoReturn:
+            raise QuantizationError(
+                f"{why}, so the model cannot be calibrated block by block; use rtn or hqq"
+            )
+
         def enter(block: nn.Module, args: tuple, kwargs: dict) -> None:
             index = len(calls)
             if index >= len(self.blocks) or block is not self.blocks[index]:
-                raise QuantizationError(
-                    f"{self.root}: these blocks do not run once each, in order, so the model "
-                    "cannot be calibrated block by block; use rtn or hqq"
-                )
+                refuse(f"{self.root}: these blocks do not run once each, in order")
             options = dict(kwargs)
             hidden, *rest = args or (options.pop("hidden_states"),)
             if output is None:
@@ -158,19 +160,15 @@ class SequentialCalibrator:
                 beside = [x for x in tree_leaves((rest, options)) if isinstance(x, Tensor)]
                 if traced is not None:
                     if not all(map(torch.equal, traced, beside)):
-                        raise QuantizationError(
+                        refuse(
                             f"{type(self._model).__name__}: inputs of the blocks beside hidden "
-                            "states depend on the text, so the model cannot be calibrated block by "
-                            "block; use rtn or hqq"
+                            "states depend on the text"
                         )
                     raise Stop
                 self._beside[len(ids)] = beside
                 torch.set_num_threads(CORES)  # of what the blocks compute now nothing is kept
             elif not torch.equal(hidden, output):
-                raise QuantizationError(
-                    f"{self.root}.{index}: does not receive the output of the block before it, so "
-                    "the model cannot be calibrated block by block; use rtn or hqq"
-                )
+                refuse(f"{self.root}.{index}: does not receive the output of the block before it")
             calls.append(lambda hidden: block(hidden, *rest, **options))
 
         def leave(block: nn.Module, _: tuple, given: Any) -> None:

@@ -245,8 +245,8 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
     capfd.readouterr()
     assert qbench("analyze", path, "--out", out, *options) == 0
     assert len(measured) == 30
-    said = r"^1 cell on cpu: at most \d+ texts of \d+ tokens of .*, one linear layer at a time$"
-    assert re.search(said, capfd.readouterr().err, re.MULTILINE)
+    pattern = r"^1 cell on cpu: at most \d+ texts of \d+ tokens of .*, one linear layer at a time$"
+    assert re.search(pattern, capfd.readouterr().err, re.MULTILINE)
     rows = csv.DictReader((out / "analysis" / "analyses.csv").read_text().splitlines())
     values = {row["measure"]: row["value"] for row in rows if row["analysis"] == "sensitivity"}
     assert float(values[f"{whole.units[3].name}.kl.value"]) == whole.units[3].kl.value

@@ -108,10 +108,10 @@ def test_which_sequences_there_are(joined, padding, count, seq_bounds):
     from qbench.attention.kernels.varlen import sequence_bounds
 
     given = [None if rows is None else torch.tensor(rows).bool() for rows in (joined, padding)]
-    found, counted = sequence_bounds(*given)
+    bounds, counted = sequence_bounds(*given)
     assert counted.tolist() == [count]
     assert counted.device.type == "cpu"
-    assert found[: max(count, 0)].tolist() == seq_bounds
+    assert bounds[: max(count, 0)].tolist() == seq_bounds
     torch.library.opcheck(torch.ops.qbench.sequence_bounds.default, given)
 
 

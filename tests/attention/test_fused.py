@@ -26,8 +26,8 @@ def test_rotated_values_have_the_functions_bits_and_layout(tokens, heads, width,
     torch.manual_seed(tokens)
     q, k = drawn(tokens, heads, width, dtype), drawn(tokens, 2, width, dtype)
     cos, sin = torch.randn(2, 1, tokens, width, device=DEVICE).to(dtype)
-    wanted = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
-    for ours, theirs in zip(fused.apply_rotary_pos_emb(q, k, cos, sin), wanted, strict=True):
+    expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+    for ours, theirs in zip(fused.apply_rotary_pos_emb(q, k, cos, sin), expected, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.stride() == theirs.stride()
 
@@ -36,9 +36,9 @@ def test_other_layouts_of_rotated_values_go_to_the_function_itself():
     q, k = torch.randn(2, 2, 5, 8, device=DEVICE), torch.randn(2, 1, 5, 8, device=DEVICE)
     cos, sin = torch.randn(2, 2, 5, 8, device=DEVICE)
     for x, y in ((q, k), (q[:1], k[:1])):  # several rows, and tokens that do not lie side by side
-        wanted = modeling_llama.apply_rotary_pos_emb(x, y, cos[: len(x)], sin[: len(x)])
-        found = fused.apply_rotary_pos_emb(x, y, cos[: len(x)], sin[: len(x)])
-        assert all(map(torch.equal, found, wanted))
+        expected = modeling_llama.apply_rotary_pos_emb(x, y, cos[: len(x)], sin[: len(x)])
+        actual = fused.apply_rotary_pos_emb(x, y, cos[: len(x)], sin[: len(x)])
+        assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,9 +96,9 @@ def test_norms_that_torch_adds_up_otherwise_go_to_the_forward_itself():
 )  # fmt: skip
 def test_only_functions_that_are_llamas_are_replaced(kind, names):
     model = tiny_model(kind)
-    found = fused.replacements(model)
-    assert {each.name for each in found} == names
-    for each in found:
+    actual = fused.replacements(model)
+    assert {each.name for each in actual} == names
+    for each in actual:
         each.put(each.fused)
         each.put(each.original)
-    assert fused.replacements(model) == found
+    assert fused.replacements(model) == actual

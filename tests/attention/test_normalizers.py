@@ -186,7 +186,7 @@ def test_what_the_kernels_lack_is_named_when_a_normalizer_claims_it(kernels, mes
 
 @pytest.mark.usefixtures("sunk")
 @pytest.mark.parametrize(
-    ("normalizer", "wanted", "device", "chosen"),
+    ("normalizer", "requested", "device", "chosen"),
     [
         ("sunk", "auto", "cuda", "reference"),
         ("sunk", "reference", "cuda:1", "reference"),
@@ -195,8 +195,8 @@ def test_what_the_kernels_lack_is_named_when_a_normalizer_claims_it(kernels, mes
         ("softpick", "triton", "cuda", "triton"),
     ],
 )
-def test_auto_is_triton_only_where_there_are_kernels(normalizer, wanted, device, chosen):
-    assert choose(normalizer, wanted, device) == chosen
+def test_auto_is_triton_only_where_there_are_kernels(normalizer, requested, device, chosen):
+    assert choose(normalizer, requested, device) == chosen
 
 
 @pytest.mark.usefixtures("sunk")

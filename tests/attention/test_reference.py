@@ -14,13 +14,13 @@ from qbench.attention.kernels.varlen import packed_bounds
 def test_output_and_gradients_are_the_papers_formulas(case, monkeypatch):
     """In float64, in chunks of few queries."""
     monkeypatch.setattr(reference, "CHUNK_SCORES", 512)
-    found = errors(case, partial(attended, reference), torch.float64)
+    actual = errors(case, partial(attended, reference), torch.float64)
     lone = case.shape[4] == 1 or case.window == 1
     if lone and "softpick" not in case.normalizer:  # the weight of a single key has no gradient
-        found = {name: found[name] for name in ("output", "dv")}
+        actual = {name: actual[name] for name in ("output", "dv")}
     of_parameters = 1e-6  # which are float32
     limits = dict.fromkeys(("output", "dq", "dk", "dv"), 1e-9)
-    assert {n: e for n, e in found.items() if not e <= limits.get(n, of_parameters)} == {}
+    assert {n: e for n, e in actual.items() if not e <= limits.get(n, of_parameters)} == {}
 
 
 @pytest.mark.parametrize("at_bound", [0.0, 1.0])  # torch 2.14's clamp, and earlier ones'
@@ -136,8 +136,8 @@ def test_sequences_side_by_side_are_as_one_by_one(normalizer):
     together = reference.attention(
         query, key, value, seq_bounds=packed_bounds(*edges.T), **settings
     )
-    found, expected = (
+    actual, expected = (
         (output, *torch.autograd.grad(output, (query, key, value), gradient))
         for output in (together, torch.cat(alone, 2))
     )
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

@@ -107,9 +107,10 @@ def test_answers_with_a_static_cache_are_those_with_a_dynamic_one(ids, layers, p
     padding = torch.ones_like(ids)
     if padded:
         padding[0, :4] = 0
-    asked = {"attention_mask": padding, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids, **asked)
-    assert torch.equal(model.generate(ids, cache_implementation="static", **asked), expected)
+    options = {"attention_mask": padding, "max_new_tokens": 9, "do_sample": False}
+    options["pad_token_id"] = 0
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
 
 
 def test_what_a_model_attends_with_is_saved_with_it(model, tmp_path):

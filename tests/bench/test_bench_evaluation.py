@@ -55,8 +55,8 @@ def test_every_mode_scores_every_task_exact_as_lm_eval_and_fast_but_for_rounding
     monkeypatch.setattr(evaluation, "WARM_UP", 1)
     names = ("demo_choice", "demo_pages")
     chosen = {mode: settings(mode, max_length=128, limit=2) for mode in MODES}
-    found = compare(model, tokenizer, tasks(*names), chosen, log=print)
-    rows = {(row["task"], row["mode"]): row for row in found["rows"]}
+    actual = compare(model, tokenizer, tasks(*names), chosen, log=print)
+    rows = {(row["task"], row["mode"]): row for row in actual["rows"]}
     assert rows.keys() == {(task, run) for task in (*names, "all") for run in RUNS}
     for row in rows.values():
         assert row["documents"] == (4 if row["task"] == "all" else 2)
@@ -83,15 +83,15 @@ def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, 
     task.task.config.generation_kwargs["max_gen_toks"] = 6
     real = Scorer.generate_until
     monkeypatch.setattr(
-        Scorer, "generate_until", lambda self, asked: [*real(self, asked)[:-1], "another"]
+        Scorer, "generate_until", lambda self, requests: [*real(self, requests)[:-1], "another"]
     )
     chosen = {mode: settings(mode, max_length=128) for mode in ("lm-eval", "exact")}
-    found = compare(model, tokenizer, [task], chosen, log=print)
-    row = next(row for row in found["rows"] if row["mode"] == "exact")
+    actual = compare(model, tokenizer, [task], chosen, log=print)
+    row = next(row for row in actual["rows"] if row["mode"] == "exact")
     assert (row["documents"], row["requests"], row["changed_answers"]) == (2, 2, 1)
     assert row["scoring_seconds"] > 0
     assert (row["largest_difference"], row["mean_difference"]) == (None, None)
-    assert "nan" not in table(found)
+    assert "nan" not in table(actual)
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path):

@@ -85,14 +85,14 @@ def test_a_gate_without_a_rotary_embedding_is_refused(tmp_path):
     ],
 )
 def test_fields_without_effect_leave_the_model_as_it_is(tmp_path, changes):
-    found = find(str(write(tmp_path / "c", {**PUBLISHED, **changes})))
-    assert llama_settings(found.config) == llama_settings(PUBLISHED)
+    checkpoint = find(str(write(tmp_path / "c", {**PUBLISHED, **changes})))
+    assert llama_settings(checkpoint.config) == llama_settings(PUBLISHED)
 
 
 def test_fields_that_change_no_logits_of_a_variant_reach_the_model():
     changed = {"pad_token_id": 3, "hidden_ratio": 8, "intermediate_size": None}
-    found = llama_settings({**PUBLISHED, **changed})
-    assert (found["pad_token_id"], found["intermediate_size"]) == (3, 512)
+    settings = llama_settings({**PUBLISHED, **changed})
+    assert (settings["pad_token_id"], settings["intermediate_size"]) == (3, 512)
 
 
 VARIANTS = {
@@ -157,11 +157,11 @@ def test_a_variant_gives_the_logits_of_its_definition(tmp_path, name):
         tensors["model.layers.0.attn.s"] = torch.tensor([[0.3], [1.5]])
         tensors["model.layers.0.attn.logn"] = torch.arange(2, 514).log()[:, None, None]
     folder = write(tmp_path / "c", config, tensors)
-    found = find(str(folder))
-    model = load_model(found, dtype=torch.float32, device="cpu")
+    checkpoint = find(str(folder))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
     assert type(model).__name__ == "LlamaForCausalLM"
     ids = torch.randint(0, 32, (23,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = model(ids[None], use_cache=False).logits[0]
-    expected = logits(ids, config, tensors, found.normalizer)
+    expected = logits(ids, config, tensors, checkpoint.normalizer)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)

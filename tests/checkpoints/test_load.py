@@ -28,11 +28,11 @@ def stock(tmp_path):
 
 
 def test_a_checkpoint_that_changes_under_a_run_is_refused(stock):
-    found = find(str(stock))
+    checkpoint = find(str(stock))
     path = stock / "model.safetensors"
     path.write_bytes(path.read_bytes())  # the same size, another time
     with pytest.raises(CheckpointError, match="changed after this run began"):
-        load_model(found, dtype=torch.float32, device="cpu")
+        load_model(checkpoint, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("format", ["stock", "flash-linear-attention"])

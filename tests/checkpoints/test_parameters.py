@@ -39,8 +39,8 @@ def folder(path, format, normalizer, change=None):
 @pytest.mark.parametrize("format", NAME)
 @torch.no_grad()
 def test_they_are_read_and_used(tmp_path, format):
-    found = find(folder(tmp_path, format, SCALED))
-    model = load_model(found, dtype=torch.bfloat16, device="cpu")
+    checkpoint = find(folder(tmp_path, format, SCALED))
+    model = load_model(checkpoint, dtype=torch.bfloat16, device="cpu")
     module = model.model.layers[0].self_attn
     assert torch.equal(module.s, torch.tensor([0.5, 3.0]).bfloat16())
     assert not module.s.requires_grad
@@ -62,8 +62,8 @@ def test_they_are_read_and_used(tmp_path, format):
     ],
 )
 def test_they_are_held_against_the_model(tmp_path, format, name, words):
-    found = find(folder(tmp_path, format, SCALED, lambda t: t.update({name: torch.ones(3)})))
-    require_refused(found, words)
+    checkpoint = find(folder(tmp_path, format, SCALED, lambda t: t.update({name: torch.ones(3)})))
+    require_refused(checkpoint, words)
 
 
 @pytest.mark.parametrize("format", NAME)

@@ -43,10 +43,10 @@ def test_the_kernel_is_the_definition_bit_for_bit(name, dtype, columns):
         fixed = None
         if chosen is not form:
             fixed = moved(fake_quant.scale_of_tensor(*torch.tensor([-2.0, 3.0]), chosen), "cuda")
-        found = kernels.fake_quantize_rows(x, chosen, fixed)
-        assert equal(found, fake_quant.fake_quantize_definition(x, chosen, fixed))
+        actual = kernels.fake_quantize_rows(x, chosen, fixed)
+        assert equal(actual, fake_quant.fake_quantize_definition(x, chosen, fixed))
         there = None if fixed is None else moved(fixed, "cpu")
-        assert equal(found.cpu(), fake_quant.fake_quantize_definition(x.cpu(), chosen, there))
+        assert equal(actual.cpu(), fake_quant.fake_quantize_definition(x.cpu(), chosen, there))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -54,12 +54,12 @@ def test_the_kernel_is_the_definition_bit_for_bit(name, dtype, columns):
 def test_the_kernel_and_the_audit_decide_ties_as_the_definition_does(name, dtype):
     size = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}.get(FORMATS[name].scale_dtype, 32)
     x, form = ties().to(dtype), replace(FORMATS[name], strategy="group", group_size=size)
-    found = fake_quant.fake_quantize(x.cuda(), form)
-    assert equal(found.cpu(), fake_quant.fake_quantize(x, form))
+    actual = fake_quant.fake_quantize(x.cuda(), form)
+    assert equal(actual.cpu(), fake_quant.fake_quantize(x, form))
     about = ActivationEvidence(format=form)
-    wanted, _, _ = expected(groups_of(x.cuda().double(), about), about)
-    off = (groups_of(found.double(), about) - wanted).abs()
-    assert not (off > 4 * torch.finfo(dtype).eps * wanted.abs()).any()
+    correct, _, _ = expected(groups_of(x.cuda().double(), about), about)
+    off = (groups_of(actual.double(), about) - correct).abs()
+    assert not (off > 4 * torch.finfo(dtype).eps * correct.abs()).any()
 
 
 def on_gpu(stated, folder, dtype="bfloat16"):

@@ -22,12 +22,12 @@ def test_a_gpu_measures_what_a_cpu_measures(normalizer):
     checkpoint = find(str(DEMO / normalizer))
     tokenizer = load_tokenizer(checkpoint)
     ids = torch.randint(3, 400, (4, 200), generator=torch.Generator().manual_seed(0))
-    found = []
+    actual = []
     for device in ("cpu", "cuda"):
         model = load_model(checkpoint, dtype=torch.float32, device=device, attention="reference")
         names = list(linears(model))
-        found.append(measure(model, ids, tokenizer=tokenizer, linears=names, batch=2))
-    ours, theirs = found
+        actual.append(measure(model, ids, tokenizer=tokenizer, linears=names, batch=2))
+    ours, theirs = actual
     assert theirs.perplexity == pytest.approx(ours.perplexity, rel=1e-4)
     assert theirs.zeros == pytest.approx(ours.zeros, abs=1e-3)
     assert theirs.sinks[0].rates_gu == pytest.approx(ours.sinks[0].rates_gu, abs=0.05)
@@ -39,7 +39,7 @@ def test_a_gpu_measures_what_a_cpu_measures(normalizer):
         assert masses[1] == pytest.approx(masses[0], rel=1e-3)
     for one, other in zip(ours.inputs, theirs.inputs, strict=True):
         assert other.rms == pytest.approx(one.rms, rel=2e-2)
-    stretches = [[part.loss for part in each.stretches] for each in found]
+    stretches = [[part.loss for part in each.stretches] for each in actual]
     assert stretches[1] == pytest.approx(stretches[0], rel=1e-4)
 
 
@@ -47,7 +47,7 @@ def test_a_gpu_measures_what_a_cpu_measures(normalizer):
 def test_a_layer_alone_costs_on_a_gpu_what_it_costs_on_a_cpu(normalizer):
     checkpoint = find(str(DEMO / normalizer))
     ids = torch.randint(3, 400, (5, 100), generator=torch.Generator().manual_seed(0))
-    found = {}
+    actual = {}
     for device, dtype in (
         ("cpu", torch.float32),
         ("cuda", torch.float32),
@@ -65,8 +65,8 @@ def test_a_layer_alone_costs_on_a_gpu_what_it_costs_on_a_cpu(normalizer):
                 variants.append({name: changed})
         together = baseline.losses(*variants)[:, 0]
         baseline.skips = False
-        found[device, dtype] = together, baseline.losses(*variants)[:, 0]
-    (expected, _), *on_gpu = found.values()
+        actual[device, dtype] = together, baseline.losses(*variants)[:, 0]
+    (expected, _), *on_gpu = actual.values()
     for together, alone in on_gpu:
         assert together == pytest.approx(alone, rel=1e-2, abs=2e-3)
         assert together.mean() == pytest.approx(alone.mean(), rel=5e-2)

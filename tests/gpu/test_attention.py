@@ -45,9 +45,11 @@ def decided_afresh():
     ops.backward_launches.cache_clear()
 
 
-def wrong(found, dtype):
+def wrong(actual, dtype):
     limits = dict.fromkeys(("output", "dq", "dk", "dv"), LIMITS[dtype])
-    return {n: e for n, e in found.items() if not e <= limits.get(n, OF_PARAMETERS * LIMITS[dtype])}
+    return {
+        n: e for n, e in actual.items() if not e <= limits.get(n, OF_PARAMETERS * LIMITS[dtype])
+    }
 
 
 def on_gpu(case):
@@ -76,8 +78,8 @@ def drawn(case, dtype=torch.bfloat16):
     return inputs(case, dtype, "cuda")
 
 
-def same(found, expected):
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def same(actual, expected):
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("case", [*CASES, *WIDTHS], ids=str)
@@ -102,11 +104,11 @@ def test_hopper_kernels_equal_float64_and_give_the_same_bits_in_every_run(case, 
     monkeypatch.setattr(
         hopper, "backward_launches", lambda *given: (ran.append(1), real(*given))[1]
     )
-    found = errors(case, by_kernels, torch.bfloat16, "cuda")
+    actual = errors(case, by_kernels, torch.bfloat16, "cuda")
     # The gradient of s beside slopes or soft caps is not for them.
     alone = "s" not in parameters(case) or not (case.slopes or case.softcap)
     assert bool(ran) == alone
-    assert wrong(found, torch.bfloat16) == {}
+    assert wrong(actual, torch.bfloat16) == {}
     tensors = drawn(case)
     assert same(step(case, tensors), step(case, tensors))
 
@@ -148,8 +150,8 @@ def test_extreme_scores_give_finite_results_and_gradients(kind, normalizer, dtyp
     else:
         factor = {"zeros": 0, "huge": 100, "tiny": 1e-4}[kind]
         query, key = query * factor, key * max(factor, 1)
-    found = step(case, (query, key, value, gradient))
-    assert all(tensor.isfinite().all() for tensor in found)
+    actual = step(case, (query, key, value, gradient))
+    assert all(tensor.isfinite().all() for tensor in actual)
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
@@ -215,5 +217,5 @@ def test_tensors_on_another_gpu_than_the_current_one():
     case = Case(normalizer="softpick", shape=(1, 2, 2, 200, 200, 64))
     tensors = drawn(case)
     elsewhere = [tensor.to("cuda:1") for tensor in tensors[:3]]
-    found = kernels.attention(*elsewhere, normalizer="softpick", causal=True)
-    assert torch.equal(found.to("cuda:0"), step(case, tensors)[0])
+    actual = kernels.attention(*elsewhere, normalizer="softpick", causal=True)
+    assert torch.equal(actual.to("cuda:0"), step(case, tensors)[0])

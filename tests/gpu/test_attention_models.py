@@ -22,14 +22,14 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
     model = tiny_model("llama", num_hidden_layers=2).requires_grad_(True).cuda()
     attach(model, normalizer, slopes=True)
     set_attention(model, normalizer=normalizer, implementation="triton")
-    asked = []
+    calls = []
     for name in ("forward", "backward"):
         real = getattr(ops, name)
 
         def spy(*inputs, real=real, name=name):
             mask, seq_bounds = inputs[3:5] if name == "forward" else inputs[7:9]
             dtypes = {tensor.dtype for tensor in inputs[:3]}
-            asked.append((name, mask is None and seq_bounds is None, dtypes == {torch.bfloat16}))
+            calls.append((name, mask is None and seq_bounds is None, dtypes == {torch.bfloat16}))
             return real(*inputs)
 
         monkeypatch.setattr(ops, name, spy)
@@ -42,7 +42,7 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
             loss = run(ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.cuda.synchronize()
-    assert asked == [("forward", True, True)] * 2 + [("backward", True, True)] * 2
+    assert calls == [("forward", True, True)] * 2 + [("backward", True, True)] * 2
     ran = {event.name for event in profile.events()}
     assert {"attn_fwd", "attn_bwd_dq", "attn_bwd_dkdv"} <= ran
     assert not any("fmha" in name or "flash" in name for name in ran)

@@ -58,9 +58,9 @@ def model_with(scheme, normalizer="softpick", dtype=torch.float32):
 SIZES = {"max_length": 128, "batch_size": 16, "window_batch_size": 4, "batch_tokens": 4096}
 
 
-def assert_close(found, expected):
+def assert_close(actual, expected):
     """A value may lie on the border between two codes, and rounding then decide: of a few."""
-    off = sorted(abs(a - b) for a, b in zip(found, expected, strict=True))
+    off = sorted(abs(a - b) for a, b in zip(actual, expected, strict=True))
     assert off[len(off) * 3 // 4] < 1e-2
     assert off[-1] < 1.0
 
@@ -70,17 +70,17 @@ def assert_close(found, expected):
 def test_fast_scores_are_the_exact_ones_and_those_of_the_reference(scheme, normalizer):
     requests, texts = choices(40), pages((3, 75, 40, 300))
     model = model_with(scheme, normalizer)
-    found = {}
+    actual = {}
     for mode in ("exact", "fast"):
         one = scorer(model, mode, tolerance=LOOSE, **SIZES)
-        found[mode] = [a for a, _ in ask(one, requests)]
-        found[mode] += ask(one, texts)
-    assert_close(found["fast"], found["exact"])
+        actual[mode] = [a for a, _ in ask(one, requests)]
+        actual[mode] += ask(one, texts)
+    assert_close(actual["fast"], actual["exact"])
     set_attention(model, normalizer=normalizer, implementation="reference")
     one = scorer(model, "exact", tolerance=LOOSE, **SIZES)
     reference = [a for a, _ in ask(one, requests)]
     reference += ask(one, texts)
-    assert_close(found["exact"], reference)
+    assert_close(actual["exact"], reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -21,14 +21,14 @@ CLOSE = 0.05  # nats a request of a few tokens: float32 products may be TF32
 
 def answers(model, mode, **changes):
     lm = scorer(model, mode, tolerance=LOOSE, **changes)
-    found = ask(lm, choices(3))
-    return torch.tensor([value for value, _ in found])
+    scores = ask(lm, choices(3))
+    return torch.tensor([value for value, _ in scores])
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_it_is_scored_as_on_its_own_attention(kind, tmp_path):
-    found = find(str(write_tiny(tmp_path, kind)))
-    ours = load_model(found, dtype=torch.float32, device="cuda")
+    checkpoint = find(str(write_tiny(tmp_path, kind)))
+    ours = load_model(checkpoint, dtype=torch.float32, device="cuda")
     chosen = ours.chosen_attention
     own = "eager" if kind == "gemma2" or chosen.implementation == "eager" else None
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -55,14 +55,14 @@ EXPERTS = ("mixtral", "gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("name", ["hqq-4bit", "bnb-4bit", "bnb-8bit", "gptq-4bit"])
 @pytest.mark.parametrize("kind", [*EXPERTS, "gpt2", "gemma2"])
 def test_experts_and_turned_layers_are_quantized(kind, name, tmp_path):
-    found = find(str(write_tiny(tmp_path / "model", kind)))
+    checkpoint = find(str(write_tiny(tmp_path / "model", kind)))
     stated = {"compute_dtype": "bfloat16", "group_size": 32}
     known = parse(name).to_dict()
     quantizer = parse(name, {k: v for k, v in stated.items() if k in known})
     ids = torch.randint(2, 400, (8, 24), generator=torch.Generator().manual_seed(1))
 
     def model():
-        return load_model(found, dtype=torch.bfloat16, device="cuda")
+        return load_model(checkpoint, dtype=torch.bfloat16, device="cuda")
 
     made = quantize(
         model(), quantizer, calibration=Calibration(ids=ids), digest=DIGEST,

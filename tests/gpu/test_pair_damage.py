@@ -38,16 +38,16 @@ def damage(name, ids, batch, artifacts, calibration=None, **parts):
         pair_model(name, "cuda"), chosen, calibration=calibration, artifacts=artifacts,
         digest=checkpoint(name).digest,
     )[0]  # fmt: skip
-    found = loss(made, ids, batch) - loss(pair_model(name, "cuda"), ids, batch)
-    print(f"{name} {parts} {found:.4f}")
-    return found
+    actual = loss(made, ids, batch) - loss(pair_model(name, "cuda"), ids, batch)
+    print(f"{name} {parts} {actual:.4f}")
+    return actual
 
 
 @pytest.mark.parametrize("scheme", INDEPENDENT)
 @pytest.mark.parametrize("name", NAMES)
 def test_damage_is_that_of_an_independent_implementation(name, scheme, tmp_path):
-    found = damage(name, texts(name), 4, tmp_path, activations=scheme)
-    assert found == pytest.approx(INDEPENDENT[scheme][NAMES.index(name)], rel=0.15, abs=0.002)
+    actual = damage(name, texts(name), 4, tmp_path, activations=scheme)
+    assert actual == pytest.approx(INDEPENDENT[scheme][NAMES.index(name)], rel=0.15, abs=0.002)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,6 +63,6 @@ def test_the_table_of_transforms_is_what_is_measured(name, tmp_path):
     for place, activations in enumerate(("int8-static", "int4-token")):
         for title, transform in TRANSFORMS.items():
             parts = {"activations": activations, **({"outliers": transform} if transform else {})}
-            found = damage(name, texts(name)[:3], 1, tmp_path, calibration, **parts)
+            actual = damage(name, texts(name)[:3], 1, tmp_path, calibration, **parts)
             expected = float(rows[title][2 * place + NAMES.index(name)])
-            assert found == pytest.approx(expected, rel=0.15, abs=0.005), parts
+            assert actual == pytest.approx(expected, rel=0.15, abs=0.005), parts

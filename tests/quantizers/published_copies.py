@@ -82,18 +82,18 @@ def awq(
     """``source`` in AWQ's layout ("gemm"), factors of columns, exp(±``span``) at most, moved into
     the norms before; unless they ``cancel``, one norm forgets them."""
     draw = torch.Generator().manual_seed(0)
-    kept, found = load_file(source / "model.safetensors"), {}
+    kept, written = load_file(source / "model.safetensors"), {}
     factors: dict[str, torch.Tensor] = {}
     for name, tensor in kept.items():
         if name.endswith("layernorm.weight"):
             factors[name] = (span * (torch.rand(len(tensor), generator=draw) * 2 - 1)).exp()
             forgets = not cancel and name == "model.layers.1.input_layernorm.weight"
-            found[name] = tensor if forgets else (tensor.float() / factors[name]).bfloat16()
+            written[name] = tensor if forgets else (tensor.float() / factors[name]).bfloat16()
     for name, tensor in kept.items():
-        if name in found:
+        if name in written:
             continue
         if "proj" not in name:
-            found[name] = tensor
+            written[name] = tensor
             continue
         block, _, part = name.partition(".mlp." if ".mlp." in name else ".self_attn.")
         norm = "post_attention_layernorm" if ".mlp." in name else "input_layernorm"
@@ -105,13 +105,13 @@ def awq(
         zero = (-low / scale).round().clamp(0, 15)
         codes = ((groups / scale[..., None]).round() + zero[..., None]).clamp(0, 15)
         base = name.removesuffix(".weight")
-        found[f"{base}.qweight"] = _nibbles(codes.reshape(weight.shape).T)
-        found[f"{base}.qzeros"] = _nibbles(zero.T)
-        found[f"{base}.scales"] = scale.T.half().contiguous()
+        written[f"{base}.qweight"] = _nibbles(codes.reshape(weight.shape).T)
+        written[f"{base}.qzeros"] = _nibbles(zero.T)
+        written[f"{base}.scales"] = scale.T.half().contiguous()
     config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True,
               "version": "gemm"}  # fmt: skip
     return changed(
-        source, folder, lambda kept: kept.clear() or kept.update(found), quantization_config=config
+        source, folder, lambda t: t.clear() or t.update(written), quantization_config=config
     )
 
 
@@ -231,9 +231,9 @@ def _in_gptq(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     shifts = 4 * torch.arange(8)[:, None]
     words = (codes.T.unflatten(0, (-1, 8)).long() << shifts).sum(1).to(torch.int32)
     zeros = torch.full((scale.shape[1], len(tensor) // 8), 0x77777777, dtype=torch.int32)
-    found = {"qweight": words, "qzeros": zeros, "scales": scale.T.contiguous(),
+    written = {"qweight": words, "qzeros": zeros, "scales": scale.T.contiguous(),
              "g_idx": torch.arange(tensor.shape[1], dtype=torch.int32) // 32}  # fmt: skip
-    return {name.replace("weight", part): tensor for part, tensor in found.items()}
+    return {name.replace("weight", part): tensor for part, tensor in written.items()}
 
 
 def _in_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

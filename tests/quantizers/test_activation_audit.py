@@ -34,11 +34,11 @@ CASES = [(name, "float32") for name in DYNAMIC + STATIC + MIXING]
 def test_every_scheme_passes(name, dtype, folder):
     chosen = of(name, {"float32": "fp32", "bfloat16": "bf16"}[dtype], dtype)
     report = check(make(chosen, folder), chosen)
-    found = report.activations
+    measured = report.activations
     assert report.problems == ()
-    assert len(found.modules) == 14
-    assert found.levels <= 2**found.bits
-    assert 0 < found.error < 0.2
+    assert len(measured.modules) == 14
+    assert measured.levels <= 2**measured.bits
+    assert 0 < measured.error < 0.2
     assert report.treatment_error is None
     assert report.causality.declared is report.batch_mates.declared is (name in MIXING)
     if name not in MIXING:

@@ -56,5 +56,5 @@ def test_planted_faults_are_found(results):
     assert lengths["end"].of("damages")["base"].significant
     differing = {name.split("/")[1]: one.other_prompts for name, one in comparison.answers.items()}
     assert differing == {"kv8": 0, "kv3": 0, "good": 0, "line": 60, "end": 0}
-    said = (results.directory / "tables.md").read_text()
-    assert "line renders 60 of 60 prompts differently" in said
+    tables = (results.directory / "tables.md").read_text()
+    assert "line renders 60 of 60 prompts differently" in tables

@@ -24,18 +24,18 @@ from qbench.quantizers.texts import CalibrationText
 
 
 def path_of(root, chosen, seed=1, **more):
-    stated = {
+    options = {
         "original": DIGEST,
         "attention": "qbench-softmax-reference",
         "normalizer_source": None,
         "device": torch.device("cpu"),
         "calibration": calibration(seed) if chosen.needs_calibration else None,
     }
-    return Artifact(root, config=chosen, **stated | more).path
+    return Artifact(root, config=chosen, **options | more).path
 
 
 @pytest.mark.parametrize(
-    ("name", "stated"),
+    ("name", "options"),
     [
         ("bnb-4bit", {"double_quant": True, "compute_dtype": "bfloat16"}),
         ("bnb-8bit", {}),
@@ -44,8 +44,8 @@ def path_of(root, chosen, seed=1, **more):
         ("gptq-3bit", {"desc_act": True}),
     ],
 )
-def test_what_is_read_again_scores_the_same_to_the_bit(name, stated, tmp_path):
-    chosen = settings(name, **stated)
+def test_what_is_read_again_scores_the_same_to_the_bit(name, options, tmp_path):
+    chosen = settings(name, **options)
     first, made = make_with_detail(chosen, tmp_path)
     second, reused = make_with_detail(chosen, tmp_path)
     assert "reused" not in made
@@ -137,10 +137,10 @@ def test_two_processes_quantize_the_same_once(tmp_path):
     for process in both:
         process.start()
     start.set()
-    found = sorted(details.get(timeout=60) for _ in both)
+    actual = sorted(details.get(timeout=60) for _ in both)
     for process in both:
         process.join()
-    assert found == ["artifact reused: hqq", "hqq"]
+    assert actual == ["artifact reused: hqq", "hqq"]
 
 
 # Calibration text: which tokens, and what is refused.
@@ -175,11 +175,11 @@ def write_text(path, lengths):
 
 def test_a_long_document_gives_one_window_of_its_own(tmp_path, tokenizer):
     path = write_text(tmp_path / "c.jsonl", [10, 10, 10, 10])
-    found = read_text(path, tokenizer, 4, 6, 0)
-    assert found.ids.shape == (4, 6)
-    for row in found.ids.tolist():
+    actual = read_text(path, tokenizer, 4, 6, 0)
+    assert actual.ids.shape == (4, 6)
+    for row in actual.ids.tolist():
         assert row == list(range(row[0], row[0] + 6))
-    assert sorted(row[0] // 10 for row in found.ids.tolist()) == [0, 1, 2, 3]
+    assert sorted(row[0] // 10 for row in actual.ids.tolist()) == [0, 1, 2, 3]
 
 
 def test_short_documents_are_joined_with_the_end_of_text_between(tmp_path, tokenizer):
@@ -195,13 +195,13 @@ def test_each_window_begins_with_bos_where_it_is_asked_for(tmp_path, tokenizer):
         read_text(path, tokenizer, 3, 7, 0, bos=True)
     with_bos = copy.deepcopy(tokenizer)
     with_bos.add_special_tokens({"bos_token": "<s>"})
-    found = read_text(path, with_bos, 3, 7, 0, bos=True)
-    assert found.ids.shape == (3, 7)
-    assert found.ids[:, 0].tolist() == [with_bos.bos_token_id] * 3
-    assert not (found.ids[:, 1:] == with_bos.bos_token_id).any()
+    actual = read_text(path, with_bos, 3, 7, 0, bos=True)
+    assert actual.ids.shape == (3, 7)
+    assert actual.ids[:, 0].tolist() == [with_bos.bos_token_id] * 3
+    assert not (actual.ids[:, 1:] == with_bos.bos_token_id).any()
     without = read_text(path, with_bos, 3, 6, 0)
-    assert found.ids[:, 1:].tolist() == without.ids.tolist()
-    assert found.digest != without.digest
+    assert actual.ids[:, 1:].tolist() == without.ids.tolist()
+    assert actual.digest != without.digest
 
 
 def test_the_seed_decides_and_decides_alone(tmp_path, tokenizer):
@@ -216,8 +216,8 @@ def test_a_gzipped_file_gives_the_windows_of_the_plain_one(tmp_path, tokenizer):
     plain = write_text(tmp_path / "c.jsonl", [10, 10, 10])
     packed = tmp_path / "c.json.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    found = [read_text(path, tokenizer, 3, 6, 0).digest for path in (plain, packed)]
-    assert found[0] == found[1]
+    actual = [read_text(path, tokenizer, 3, 6, 0).digest for path in (plain, packed)]
+    assert actual[0] == actual[1]
 
 
 def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path, tokenizer):

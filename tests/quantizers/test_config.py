@@ -146,9 +146,9 @@ def test_an_entry_is_a_config(entry, tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
     path = recipe(tmp_path, entry, more="calibration: {path: c.jsonl}\n")
     (column,) = Recipe.load(path).quantizers
-    found = column.quantization
-    assert (column.label, found.precision.name, found.method) == STATED[entry]
-    assert found.precision.quantized
+    actual = column.quantization
+    assert (column.label, actual.precision.name, actual.method) == STATED[entry]
+    assert actual.precision.quantized
 
 
 @pytest.mark.parametrize("entry", REFUSED)

@@ -58,10 +58,10 @@ def of_tensor(form, *, dynamic=False):
     return replace(form, strategy="tensor", dynamic=dynamic)
 
 
-def equal(found, wanted):
+def equal(actual, expected):
     """To the bit, but for the sign of zeros and what kind of NaN there is."""
-    same = torch.equal(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
-    return same and torch.equal(found.isnan(), wanted.isnan())
+    same = torch.equal(actual.nan_to_num(0.0), expected.nan_to_num(0.0))
+    return same and torch.equal(actual.isnan(), expected.isnan())
 
 
 def draw(rows=64, columns=96, seed=0):
@@ -111,16 +111,16 @@ def test_integers_are_those_of_compressed_tensors(bits, symmetric):
     x = draw()
     args = ct.QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy="channel")
     scale, zero = calculate_qparams(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), args)
-    wanted = theirs(x, scale, zero, args)
-    found = fake_quantize(x, QuantFormat(num_bits=bits, symmetric=symmetric))
+    expected = theirs(x, scale, zero, args)
+    actual = fake_quantize(x, QuantFormat(num_bits=bits, symmetric=symmetric))
     if symmetric:
-        assert torch.equal(found, wanted)
+        assert torch.equal(actual, expected)
     else:
-        different = (found - wanted).abs() > 1e-4 * scale
+        different = (actual - expected).abs() > 1e-4 * scale
         assert different.double().mean() < 2e-3
-        assert ((found - wanted).abs() <= 1.001 * scale).all()
-    assert levels(found) <= 2**bits
-    assert levels(found) == 2**bits or bits > 4
+        assert ((actual - expected).abs() <= 1.001 * scale).all()
+    assert levels(actual) <= 2**bits
+    assert levels(actual) == 2**bits or bits > 4
 
 
 def test_e4m3_is_torchs_own_on_every_16_bit_pattern():
@@ -137,9 +137,9 @@ def test_tokens_that_stay_unquantized_are_no_part_of_the_range():
     options = {"sink_tokens": 1}
     cache = KVFakeQuant(settings_of("kv-int4-tensor", options))
     positions = torch.arange(20)[None].int()
-    found = cache.rounded(keys, positions)
-    assert torch.equal(found[:, :, 0], keys[:, :, 0])
-    assert (found - keys).abs().max() <= 1.01 / 15  # scales are float16
+    actual = cache.rounded(keys, positions)
+    assert torch.equal(actual[:, :, 0], keys[:, :, 0])
+    assert (actual - keys).abs().max() <= 1.01 / 15  # scales are float16
     assert torch.equal(cache.rounded(keys[:, :, :1], positions[:, :1]), keys[:, :, :1])
 
 
@@ -187,11 +187,11 @@ def test_the_audit_decides_ties_as_the_definition_does(name, scales, dtype):
         form = replace(form, group_size=blocks or -1)
     fixed = None if form.dynamic else scale_of_tensor(*torch.aminmax(x), form)
     about = ActivationEvidence(format=form, fixed=fixed)
-    found = audit.groups_of(fake_quantize(x, form, fixed), about)
-    wanted, _, _ = audit.expected(audit.groups_of(x.double(), about), about)
-    off = (found.double() - wanted).abs() > 4 * torch.finfo(dtype).eps * wanted.abs()
+    actual = audit.groups_of(fake_quantize(x, form, fixed), about)
+    expected, _, _ = audit.expected(audit.groups_of(x.double(), about), about)
+    off = (actual.double() - expected).abs() > 4 * torch.finfo(dtype).eps * expected.abs()
     assert float(off.double().mean()) == 0
-    assert levels(found) <= 2**form.num_bits
+    assert levels(actual) <= 2**form.num_bits
 
 
 @pytest.mark.parametrize("broken", [NAN, INF, -INF])
@@ -199,9 +199,9 @@ def test_the_audit_decides_ties_as_the_definition_does(name, scales, dtype):
 def test_what_is_not_finite_is_never_hidden(form, broken):
     x = draw(4, 32)
     x[1, 5] = broken
-    found = fake_quantize(x, form)
-    assert found[1].isnan().all()
-    assert found[[0, 2, 3]].isfinite().all()
+    actual = fake_quantize(x, form)
+    assert actual[1].isnan().all()
+    assert actual[[0, 2, 3]].isfinite().all()
     if form.scale_dtype == "float32":
         whole = of_tensor(form)
         fixed = scale_of_tensor(torch.tensor(-2.0), torch.tensor(3.0), whole)
@@ -215,9 +215,9 @@ def test_what_is_not_finite_is_never_hidden(form, broken):
 def test_a_fixed_scale_clips_what_is_beyond_it(name):
     form = of_tensor(FORMATS[name])
     fixed = scale_of_tensor(torch.tensor(-2.0), torch.tensor(3.0), form)
-    found = fake_quantize(torch.tensor([[-100.0, 100.0]]), form, fixed)
+    actual = fake_quantize(torch.tensor([[-100.0, 100.0]]), form, fixed)
     low = -2.0 if "zero" in name else -3.0
-    assert found.flatten().tolist() == pytest.approx([low, 3.0], rel=6e-3)
+    assert actual.flatten().tolist() == pytest.approx([low, 3.0], rel=6e-3)
 
 
 # Codes packed to their real bits, and the grid that they stand for.

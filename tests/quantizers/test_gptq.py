@@ -110,11 +110,11 @@ def gptqmodels(weight, x, chosen):
 def test_weights_scales_and_zeros_are_gptqmodels_to_the_bit(bits, stated):
     weight, x = problem(32, 192)
     chosen = settings(f"gptq-{bits}bit", **stated)
-    found = solve(weight, hessian(x), chosen)
+    actual = solve(weight, hessian(x), chosen)
     quantized, scale, zero = gptqmodels(weight, x, chosen)
-    assert torch.equal(found.weight, quantized)
-    assert torch.equal(found.scale, scale)
-    assert torch.equal(found.zero, zero)
+    assert torch.equal(actual.weight, quantized)
+    assert torch.equal(actual.scale, scale)
+    assert torch.equal(actual.zero, zero)
 
 
 def test_the_defaults_are_gptqmodels():
@@ -157,13 +157,13 @@ def test_damping_is_raised_where_the_hessian_is_singular_and_told(tmp_path):
 def test_a_block_may_get_the_errors_of_all_before_when_it_begins(stated, monkeypatch):
     """As on a GPU: in float64, without the ties of a symmetric grid's ends, codes are the same."""
     weight, x = problem(24, 576)
-    chosen, found = settings("gptq-3bit", symmetric=False, **stated), []
+    chosen, actual = settings("gptq-3bit", symmetric=False, **stated), []
     for left_looking in (False, True):
         monkeypatch.setitem(gptq.LEFT_LOOKING, "cpu", left_looking)
-        found.append(solve(weight.double(), hessian(x.double()), chosen))
-    assert torch.equal(found[0].codes, found[1].codes)
-    torch.testing.assert_close(found[0].weight, found[1].weight)
-    assert found[0].damp == found[1].damp
+        actual.append(solve(weight.double(), hessian(x.double()), chosen))
+    assert torch.equal(actual[0].codes, actual[1].codes)
+    torch.testing.assert_close(actual[0].weight, actual[1].weight)
+    assert actual[0].damp == actual[1].damp
 
 
 # The walk over blocks
@@ -181,9 +181,9 @@ def test_hessians_are_those_of_every_calibration_token(batch_size):
     with torch.no_grad():
         model(input_ids=calibration().ids, use_cache=False)
     walk = SequentialCalibrator(model, linears(model), calibration(), batch_size)
-    for name, found in zip(names, walk.hessians(0, names), strict=True):
+    for name, actual in zip(names, walk.hessians(0, names), strict=True):
         expected = hessian(seen[name].flatten(0, 1).double())
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_products_of_bfloat16_are_exact_and_float32_is_left_as_it_was():
@@ -272,8 +272,8 @@ def test_blocks_see_in_calibration_what_the_models_forward_shows_them(kind, tmp_
         )
     assert calibrated.keys() == own.keys() == set(range(4))
     for index, states in own.items():
-        for found, wanted in zip(calibrated[index], states, strict=True):
-            off = float((found - wanted).norm() / wanted.norm())
+        for actual, expected in zip(calibrated[index], states, strict=True):
+            off = float((actual - expected).norm() / expected.norm())
             assert off < 5e-3, (index, off)  # scales are stored in float16
 
 

@@ -47,9 +47,9 @@ def ids(*shape, seed=0):
     return torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_equal(found, expected):
+def assert_equal(actual, expected):
     # rounding differs with shapes, and may take a value over the border between two codes
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0.02)
 
 
 CASES = [

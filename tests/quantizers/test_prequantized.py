@@ -80,12 +80,12 @@ def planned(tmp_path, path, *, checkpoint=None, quantizers=None, show=False):
     return plan(Recipe.load(recipe), device="cpu", show=show)
 
 
-def audited(found, name="base/copy"):
+def audited(run_plan, name="base/copy"):
     """The audit of a cell, and its model."""
-    cell, base = found.cell(name), found.cell("base/bf16")
-    model = load(cell, found)
+    cell, base = run_plan.cell(name), run_plan.cell("base/bf16")
+    model = load(cell, run_plan)
     probe = probe_of(model.config.vocab_size)
-    return audit(load(base, found), model, cell.quantization, probe), model
+    return audit(load(base, run_plan), model, cell.quantization, probe), model
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def audited(found, name="base/copy"):
     ],
 )
 def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, tmp_path):
-    found = planned(tmp_path, copies(name))
-    result, model = audited(found)
+    run_plan = planned(tmp_path, copies(name))
+    result, model = audited(run_plan)
     assert result.problems == ()
     assert result.coverage == 1
     few = {"nf4": (4, 0.12), "w4a16": (4, 0.15), "nvfp4": (4, 0.12), "fp8": (8, 0.04),
@@ -111,7 +111,7 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, tmp_path):
     assert bits < result.bits_per_weight < bits + 0.8
     assert result.bits_per_weight == pytest.approx(result.size.bits_per_weight)
     assert 0 < result.weight_error < error
-    activations = found.cell("base/copy").quantization.precision.activations
+    activations = run_plan.cell("base/copy").quantization.precision.activations
     assert (activations is not None) == (name in WITH_ACTIVATIONS)
     assert model.config._attn_implementation.startswith("qbench")
 
@@ -119,11 +119,11 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, tmp_path):
 @pytest.mark.slow  # transformers compiles BitNet's layers
 def test_a_copy_of_bitnet_is_two_bits_and_rounds_inputs_to_eight(tmp_path):
     trained = changed(whole(), tmp_path / "trained", nearly_ternary)
-    found = planned(tmp_path, copy_of(trained, "bitnet", tmp_path / "copy"), checkpoint=trained)
-    result, _ = audited(found)
+    run_plan = planned(tmp_path, copy_of(trained, "bitnet", tmp_path / "copy"), checkpoint=trained)
+    result, _ = audited(run_plan)
     assert result.problems == ()
     assert result.bits == 2
-    precision = found.cell("base/copy").quantization.precision
+    precision = run_plan.cell("base/copy").quantization.precision
     assert (precision.weights.bits, precision.activations.bits) == (2, 8)
 
 
@@ -156,12 +156,12 @@ def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(tmp_p
     copy = with_cache(
         copies("fp8-rows"), tmp_path / "copy", add_scales, strategy="tensor", dynamic=False
     )
-    found = planned(tmp_path, copy)
-    quantization = found.cell("base/copy").quantization
+    run_plan = planned(tmp_path, copy)
+    quantization = run_plan.cell("base/copy").quantization
     assert quantization.precision.name == "W8A16KV8"
     assert quantization.precision.kv_cache.scheme == "float8, static"
     assert quantization.batch_invariant
-    assert audited(found)[0].problems == ()
+    assert audited(run_plan)[0].problems == ()
 
 
 def with_cache(copy, folder, change=lambda tensors: None, **cache):
@@ -176,9 +176,9 @@ def test_a_cache_with_one_scale_for_a_whole_sequence_is_refused_with_the_measure
 ):
     copy = with_cache(copies("fp8-rows"), tmp_path / "copy", strategy="token", dynamic=True)
     if ROUNDS_CACHES:
-        found = planned(tmp_path, copy)
+        run_plan = planned(tmp_path, copy)
         with pytest.raises(CheckpointError, match="change the logits of"):
-            load(found.cell("base/copy"), found)
+            load(run_plan.cell("base/copy"), run_plan)
     monkeypatch.setattr("qbench.machine.version_of", lambda name: "5.24.0")  # which ignores it
     with pytest.raises(RecipeError, match=r"5\.24\.0 would leave its KV cache unquantized.*<5\.24"):
         planned(tmp_path, copy)
@@ -194,8 +194,8 @@ def test_biases_and_norms_of_a_copy_are_held_against_the_original_s(name, tmp_pa
         tensors["model.layers.0.self_attn.o_proj.bias"] *= -1
         tensors["model.layers.1.post_attention_layernorm.weight"] *= 2
 
-    found = planned(tmp_path, changed(copy, tmp_path / "other", other), checkpoint=source)
-    assert audited(found)[0].problems == (
+    run_plan = planned(tmp_path, changed(copy, tmp_path / "other", other), checkpoint=source)
+    assert audited(run_plan)[0].problems == (
         "model.layers.0.self_attn.o_proj.bias: 2 off the original's, as if it were another model's",
         "model.layers.1.post_attention_layernorm.weight: 1 off the original's, as if it were "
         "another model's",
@@ -243,8 +243,8 @@ def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(tmp_path):
 )
 def test_copies_of_experts_are_held_against_their_originals(kind, copied, bits, coverage, tmp_path):
     source = experts(kind, tmp_path / "original")
-    found = planned(tmp_path, copy_of(source, copied, tmp_path / "copy"), checkpoint=source)
-    result, _ = audited(found)
+    run_plan = planned(tmp_path, copy_of(source, copied, tmp_path / "copy"), checkpoint=source)
+    result, _ = audited(run_plan)
     assert result.problems == ()
     assert result.bits_per_weight == pytest.approx(bits, abs=0.01)
     assert result.coverage > coverage
@@ -270,9 +270,9 @@ def _harmed(source, folder):
 
 def test_experts_that_transformers_loads_not_are_refused_in_a_line(tmp_path):
     source = experts("qwen3_moe", tmp_path / "original")
-    found = planned(tmp_path, awq(source, tmp_path / "copy"), checkpoint=source)
+    run_plan = planned(tmp_path, awq(source, tmp_path / "copy"), checkpoint=source)
     with pytest.raises(UnavailableError, match="experts as one tensor and loads none from awq"):
-        load(found.cell("base/copy"), found)
+        load(run_plan.cell("base/copy"), run_plan)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "granitemoe"])
@@ -290,9 +290,9 @@ def test_experts_that_a_library_left_alone_are_counted_as_they_are(kind, tmp_pat
     [("bnb-nf4", 0.1), pytest.param("ct-w8a8", 0.3, marks=pytest.mark.slow)],
 )
 def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, tmp_path):
-    found = planned(tmp_path, copies(name))
-    cell = found.cell("base/copy")
-    model, tokenizer = load(cell, found), load_tokenizer(cell.checkpoint)
+    run_plan = planned(tmp_path, copies(name))
+    cell = run_plan.cell("base/copy")
+    model, tokenizer = load(cell, run_plan), load_tokenizer(cell.checkpoint)
     ours = language_model(model, tokenizer, cell.scoring)
     library = transformers.AutoModelForCausalLM
     theirs = HFLM(
@@ -300,7 +300,7 @@ def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, tm
         tokenizer=tokenizer, batch_size=8, max_length=256, softmax_dtype="float32",
         add_bos_token=False,
     )  # fmt: skip
-    task = load_task(found.tasks[0])
+    task = load_task(run_plan.tasks[0])
     task.task.build_all_requests(limit=8, rank=0, world_size=1)
     answers = [model.loglikelihood(task.task.instances) for model in (ours, theirs)]
     off = [abs(a - b) for (a, _), (b, _) in zip(*answers, strict=True)]
@@ -356,9 +356,9 @@ def test_answers_are_generated_as_the_original_s(tmp_path):
     copy = changed(copies("bnb-nf4"), tmp_path / "copy", lambda tensors: None)
     other = {"repetition_penalty": 2.0, "eos_token_id": 5}
     (copy / "generation_config.json").write_text(json.dumps(other))
-    found = planned(tmp_path, copy)
+    run_plan = planned(tmp_path, copy)
     original, copied = (
-        load(found.cell(f"base/{name}"), found).generation_config for name in ("bf16", "copy")
+        load(run_plan.cell(f"base/{name}"), run_plan).generation_config for name in ("bf16", "copy")
     )
     assert copied.eos_token_id == original.eos_token_id == 2
     assert copied.repetition_penalty == original.repetition_penalty
@@ -566,6 +566,6 @@ def test_a_copy_that_cannot_be_used_is_refused_when_it_is_loaded(what, tmp_path)
     name, change, config, words = UNUSABLE[what]
     if "tie_word_embeddings" not in config:
         config = {"quantization_config": quantization_config(copies(name)) | config}
-    found = planned(tmp_path, changed(copies(name), tmp_path / "copy", change, **config))
+    run_plan = planned(tmp_path, changed(copies(name), tmp_path / "copy", change, **config))
     with pytest.raises((CheckpointError, UnavailableError), match=words):
-        load(found.cell("base/copy"), found)
+        load(run_plan.cell("base/copy"), run_plan)

@@ -120,7 +120,7 @@ def test_what_a_library_raises_becomes_one_line_with_the_quantizer(tmp_path, mon
 
 def test_a_cpu_quantizes_with_one_thread_and_progress_is_reported(tmp_path, monkeypatch):
     """The order of a sum depends on their number; a rounding decided the other way moves scores."""
-    told, seen, inner = [], [], packed.quantize
+    reported, seen, inner = [], [], packed.quantize
     monkeypatch.setattr(
         packed, "quantize", lambda *of: (seen.append(torch.get_num_threads()), inner(*of))[1]
     )
@@ -129,13 +129,13 @@ def test_a_cpu_quantizes_with_one_thread_and_progress_is_reported(tmp_path, monk
     try:
         quantize(
             llama(), settings("rtn-4bit"), calibration=None, digest=DIGEST, artifacts=tmp_path,
-            progress=lambda *done: told.append(done),
+            progress=lambda *done: reported.append(done),
         )  # fmt: skip
         assert seen == [1] * 14
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    assert [told[0], told[-1]] == [(0, 14), (1, 1)]
+    assert [reported[0], reported[-1]] == [(0, 14), (1, 1)]
 
 
 # What is built here equals what the libraries build on their own paths
@@ -201,29 +201,29 @@ def test_weights_whose_hqq_scales_are_not_finite_are_named():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_twelfth_of_the_values_move_by_a_unit_in_the_last_place(dtype):
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = moved(x, 3)
+    actual = moved(x, 3)
     unit = torch.finfo(dtype).eps * 2.0 ** x.double().abs().log2().floor()
-    steps = (found.double() - x.double()) / unit
+    steps = (actual.double() - x.double()) / unit
     changed = steps != 0
     assert float(changed.double().mean()) == pytest.approx(1 / ONE_IN, rel=0.05)
     assert float(steps.mean()) == pytest.approx(0, abs=0.01)
     assert float(steps.square().mean()) == pytest.approx(1 / 12, rel=0.06)
-    assert torch.equal(moved(x[5:6], 3), found[5:6])
-    assert not torch.equal(moved(x, 4), found)
+    assert torch.equal(moved(x[5:6], 3), actual[5:6])
+    assert not torch.equal(moved(x, 4), actual)
 
 
 def test_the_floor_lies_below_quantization_and_passes_the_audit(tmp_path):
     original = llama(dtype=torch.bfloat16)
-    found = {}
+    actual = {}
     for name in ("noise-floor", "rtn-8bit"):
         more = {"group_size": 32} if name == "rtn-8bit" else {}
         config = config_of({"name": name, **more}, compute_dtype="bfloat16")
         model = make(config, tmp_path)
-        found[name] = damage(model, original)
+        actual[name] = damage(model, original)
         result = audit(llama(dtype=torch.bfloat16), model, config, torch.arange(46).reshape(2, 23))
         assert result.problems == ()
         assert torch.equal(logits(model), logits(model))
-    assert 0 < found["noise-floor"] < found["rtn-8bit"]
+    assert 0 < actual["noise-floor"] < actual["rtn-8bit"]
 
 
 # Weights, activations and KV cache of few bits under every normalizer: quantized, and audited.

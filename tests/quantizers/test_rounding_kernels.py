@@ -39,8 +39,8 @@ def test_values_are_rounded_alike(form, scales):
         chosen, fixed = of_tensor(form), fake_quant.scale_of_tensor(*torch.tensor([-7.0, 3]), form)
     for x in (odd(100), ties(4, 32).view(-1, 16), ties(4, 32).view(-1, 16).half()):
         if chosen is not None:
-            wanted = fake_quant.fake_quantize_definition(x, chosen, fixed)
-            assert equal(kernels.fake_quantize_rows(x, chosen, fixed), wanted)
+            expected = fake_quant.fake_quantize_definition(x, chosen, fixed)
+            assert equal(kernels.fake_quantize_rows(x, chosen, fixed), expected)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_caches_are_rounded_alike(name, options, monkeypatch):
     keys[0, 1, 2], keys[1, 0, 4, 3] = 0, NAN
     positions = torch.stack([torch.arange(11), torch.arange(-3, 8)]).int()
     cache = KVFakeQuant(settings_of(f"kv-{name}", options))
-    wanted = cache.rounded(keys, positions)
+    expected = cache.rounded(keys, positions)
     monkeypatch.setattr(fake_quant, "fake_quantize_rows", kernels.fake_quantize_rows)
-    assert equal(cache.rounded(keys, positions), wanted)
+    assert equal(cache.rounded(keys, positions), expected)
 
 
 def test_columns_of_gptq_may_lie_where_a_row_has_more_than_32_bits():
@@ -69,15 +69,15 @@ def test_columns_of_gptq_may_lie_where_a_row_has_more_than_32_bits():
     far = memory.as_strided(work.shape, (2**30, 1), 2**31)
     far.copy_(work)
     memory[:16] = 0
-    expected, found = gptq_columns.block(work, *rest), gptq_columns.block(far, *rest)
-    assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
+    expected, actual = gptq_columns.block(work, *rest), gptq_columns.block(far, *rest)
+    assert all(equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("case", BLOCKS, ids=str)
 def test_columns_of_gptq_are_alike(case):
     work, *rest = block_of(case)
-    wanted, found = gptq._block(work, *rest), gptq_columns.block(work, *rest)
-    assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
+    expected, actual = gptq._block(work, *rest), gptq_columns.block(work, *rest)
+    assert all(equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -123,16 +123,16 @@ def test_a_loss_far_above_the_lowest_ends_it(tmp_path, train):
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "said"),
+    ("changed", "error", "words"),
     [
         ({"model": {"vocabulary": 16}}, RecipeError, "the tokenizer of"),
         ({"tokens": 10**6, "batch": {"tokens": 10**5}}, RecipeError, "fewer than one step takes"),
         ({"watch": {"samples": 500}}, DataError, "watch.samples asks for 500"),
     ],
 )  # fmt: skip
-def test_data_that_do_not_fit_are_refused_before_training(tmp_path, train, changed, error, said):
+def test_data_that_do_not_fit_are_refused_before_training(tmp_path, train, changed, error, words):
     lines = []
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=words):
         train(tmp_path, log=lines.append, **changed)
     assert not lines
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -162,8 +162,8 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file):
         "-m", "qbench", "train", path, "--out", tmp_path / "two", "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert found.returncode == 0, found.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert process.returncode == 0, process.stderr
     for one in train(tmp_path / "one", **settings):
         name = f"{one.normalizer}-seed3"
         two = read_training(tmp_path / "two" / name / "training.json")

@@ -54,15 +54,17 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     ids = torch.arange(12)[None] % 16
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, trained(ids).logits)
-    there = [
+    parameters = [
         one for one in NORMALIZERS[normalizer].parameters if one.required or one.attribute in own
     ]
-    for one in there:
-        asked = own.get(one.attribute, {})
-        start = torch.tensor(one.start(2) if asked.get("start") is None else [asked["start"]] * 2)
+    for one in parameters:
+        changes = own.get(one.attribute, {})
+        start = torch.tensor(
+            one.start(2) if changes.get("start") is None else [changes["start"]] * 2
+        )
         for layer in read.model.layers:
             values = getattr(layer.self_attn, one.attribute)
-            if asked.get("trained", one.trainable):
+            if changes.get("trained", one.trainable):
                 assert not torch.equal(values, start)
                 assert torch.allclose(values, start, atol=0.1)
             else:
@@ -70,7 +72,7 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     # Two numbers a layer for each of what it has.
     shape = {k: v for k, v in record.settings["model"].items() if k != "parameters"}
     plain, _ = initial_model(Shape(**shape), normalizer="softmax", seed=0, device="cpu")
-    assert record.parameters - plain.num_parameters() == 2 * 2 * len(there)
+    assert record.parameters - plain.num_parameters() == 2 * 2 * len(parameters)
     rotated = type(read).__name__ == "LlamaForCausalLM"
     assert rotated == (rope_theta is not None)
     if not rotated:  # nothing but slopes tells where a token stands: a sum over keys has no order
@@ -78,15 +80,15 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "words"),
     [
         ({"parameters": {"sinks": {}}}, "none of softmax, softpick has 'sinks'; known: alibi_slop"),
         ({"parameters": {"alibi_slopes": {"learned": True}}}, "learned"),
         ({"rope_theta": 0}, "rope_theta"),
     ],
 )
-def test_what_no_normalizer_of_the_recipe_has_is_refused(recipe_file, changed, said):
-    with pytest.raises(RecipeError, match=said):
+def test_what_no_normalizer_of_the_recipe_has_is_refused(recipe_file, changed, words):
+    with pytest.raises(RecipeError, match=words):
         TrainingRecipe.load(recipe_file(model=changed))
 
 

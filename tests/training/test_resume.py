@@ -33,17 +33,17 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bits(
     whole, killed, settings = trained[0], tmp_path / "killed", {"normalizers": ["softpick"]}
     command = [sys.executable, "-m", "qbench", "train", recipe_file(**settings), "--out", killed]
     state = killed / "softpick-seed3" / "state" / "last.safetensors"
-    with open(tmp_path / "said", "w") as said:
+    with open(tmp_path / "output", "w") as output:
         process = subprocess.Popen(
             [*command, "--device", "cpu"],
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         try:
             deadline = time.monotonic() + 120
             while not state.is_file():
-                assert process.poll() is None, (tmp_path / "said").read_text()
+                assert process.poll() is None, (tmp_path / "output").read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
         finally:
@@ -62,9 +62,9 @@ def test_stops_at_any_step_change_no_bit(tmp_path, train, trained, first):
     settings = {"normalizers": ["softmax"]}
     assert train(tmp_path, stop_after=first, **settings) == []
     assert train(tmp_path, stop_after=6, **settings) == []
-    said = []
-    [record] = train(tmp_path, log=said.append, **settings)
-    assert f"softmax-seed3: continues from step {first + 6}" in said
+    output = []
+    [record] = train(tmp_path, log=output.append, **settings)
+    assert f"softmax-seed3: continues from step {first + 6}" in output
     assert [one.first_step for one in record.sessions] == [0, first, first + 6]
     assert weights(tmp_path, "softmax-seed3") == weights(trained[0], "softmax-seed3")
 

@@ -100,14 +100,14 @@ def stepped(one, count, **changed):
     source = Sequences(tokens=ids, context=16, bos=None)
     batches = dataloader(source, settings, alone, first=0, seed=0)
     for number in range(count):
-        found = step(number, batches)
-    return found
+        actual = step(number, batches)
+    return actual
 
 
 def test_gradients_of_several_passes_are_those_of_one():
     whole, parts = model(), model()
-    found = stepped(whole, 3), stepped(parts, 3, batch={"tokens": 128, "sequences": 2})
-    torch.testing.assert_close(*found)
+    actual = stepped(whole, 3), stepped(parts, 3, batch={"tokens": 128, "sequences": 2})
+    torch.testing.assert_close(*actual)
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
@@ -148,8 +148,8 @@ def test_an_epoch_takes_every_sequence_once_in_an_order_of_its_own_by_the_seed_a
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 5
     for step in (11, 0, 7):  # without those before it
-        found = [sample_indices(step, rows=5, of=23, seed=seed).tolist() for seed in (1, 4)]
-        assert found[0] == steps[step].tolist() != found[1]
+        actual = [sample_indices(step, rows=5, of=23, seed=seed).tolist() for seed in (1, 4)]
+        assert actual[0] == steps[step].tolist() != actual[1]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -159,16 +159,16 @@ def test_a_step_has_the_same_rows_however_they_are_shared(processes, sequences):
     shape = {"hidden": 8, "layers": 1, "heads": 1, "vocabulary": 8, "context": 8}
     batch = {"tokens": 64, "sequences": sequences}
     settings = recipe(model=shape, tokens=5 * 64, batch=batch, watch={"length": 8})
-    found, passes = [], 8 // (sequences * processes)
+    actual, passes = [], 8 // (sequences * processes)
     for index in range(processes):
         one = SimpleNamespace(
             device=torch.device("cpu"), process_index=index, num_processes=processes
         )
         made = list(dataloader(source, settings, one, first=3, seed=2))
         assert len(made) == 2 * passes
-        found += [row.tolist() for batch in made[:passes] for row in batch]
+        actual += [row.tolist() for batch in made[:passes] for row in batch]
     expected = source.rows(sample_indices(3, rows=8, of=len(source), seed=2)).tolist()
-    assert sorted(found) == sorted(expected)
+    assert sorted(actual) == sorted(expected)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_the_floor():

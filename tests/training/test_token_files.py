@@ -53,7 +53,7 @@ def test_documents_longer_than_a_chunk_stay_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "words"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "a.jsonl:2: no text in the field 'text', but"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: not a JSON object"),
@@ -61,11 +61,11 @@ def test_documents_longer_than_a_chunk_stay_whole(tmp_path):
         ("a.parquet", b"no parquet", "cannot be read ("),
     ],
 )  # fmt: skip
-def test_what_is_malformed_is_named_with_its_place(tmp_path, name, content, said):
+def test_what_is_malformed_is_named_with_its_place(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
         list(documents(str(tmp_path / name)))
-    assert said in str(error.value)
+    assert words in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.txt.gz", "nowhere.txt", "hf://datasets/only"])

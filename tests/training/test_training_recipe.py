@@ -15,7 +15,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "words"),
     [
         ({"normalisers": ["softmax"]}, "normalisers: unknown key; known: name, model, normali"),
         ({"model": {"width": 3}}, "model.width: unknown key; known: hidden, layers"),
@@ -39,10 +39,10 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"model": {"positions": 8}}, "model: positions 8 are fewer than context 16"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_line(recipe_file, changed, said):
+def test_what_cannot_work_is_refused_with_its_line(recipe_file, changed, words):
     with pytest.raises(RecipeError) as error:
         TrainingRecipe.load(recipe_file(**changed))
-    assert said in str(error.value)
+    assert words in str(error.value)
     assert re.match(r"\S+/recipe\.yaml(:\d+)?: \w", str(error.value))
 
 

@@ -55,10 +55,10 @@ def claims():
     ids=str,
 )
 def test_output_and_gradients_equal_float64(case):
-    found = errors(case, by_kernels)
+    actual = errors(case, by_kernels)
     if case.shape[4] == 1 or case.window == 1:  # one key's weight does not depend on its score
-        found = {name: found[name] for name in ("output", "dv")}
-    assert wrong(found) == {}
+        actual = {name: actual[name] for name in ("output", "dv")}
+    assert wrong(actual) == {}
 
 
 def test_a_learned_sink_and_a_scale_have_gradients_of_their_own(claims):
@@ -170,14 +170,14 @@ def test_values_have_right_gradients_where_all_scores_are_tiny(rows):
     torch.manual_seed(0)
     query, key, value, gradient = (torch.randn(1, 1, rows, 16).half() for _ in range(4))
     query *= 2.0**-18
-    found = []
+    actual = []
     for function, dtype in ((kernels, torch.half), (reference, torch.double)):
         leaf = value.to(dtype).requires_grad_()
         output = function.attention(
             query.to(dtype), key.to(dtype), leaf, normalizer="softpick", causal=True
         )
-        found += torch.autograd.grad(output, leaf, gradient.to(dtype))
-    assert error(*found) <= 2e-3
+        actual += torch.autograd.grad(output, leaf, gradient.to(dtype))
+    assert error(*actual) <= 2e-3
 
 
 @pytest.mark.parametrize("widths", [(264, 16), (16, 264)])
@@ -213,8 +213,8 @@ def test_the_operator_is_as_torch_asks_and_gives_the_same_bits(normalizer):
     torch.library.opcheck(torch.ops.qbench.attention.default, arguments, test_utils=checks)
     direct = ops.apply(*arguments[:6], ops.Parameters(**given), settings)
     outputs = (direct, ops.attention(*arguments)[0])
-    found, expected = (torch.autograd.grad(out, sources, gradient) for out in outputs)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual, expected = (torch.autograd.grad(out, sources, gradient) for out in outputs)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(model):
     padding[0, :3] = 0
     padding[1, -2:] = 0
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
-    found = []
+    actual = []
     for implementation in ("reference", "triton"):
         ran = set_attention(model, normalizer="softpick", implementation=implementation)
         assert ran == f"softpick/{implementation}"
@@ -240,8 +240,8 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(model):
             attention_mask=torch.cat([padding, padding[:, :1] | 1], 1),
             **{cache_argument(type(model)): out.past_key_values},
         )  # fmt: skip
-        found.append(torch.cat([out.logits[padding.bool()], step.logits[:, 0]]))
-    assert error(*found) <= LIMIT
+        actual.append(torch.cat([out.logits[padding.bool()], step.logits[:, 0]]))
+    assert error(*actual) <= LIMIT
 
 
 @SLOW
@@ -266,7 +266,7 @@ def test_a_compiled_model_by_plain_set_attn_implementation(model, padding, posit
         tokens = given["attention_mask"].bool()
     if positions:
         given["position_ids"] = torch.tensor(positions)
-    found = []
+    actual = []
     for name, compiled in (("reference", False), ("triton", False), ("triton", True)):
         model.set_attn_implementation(f"qbench-softpick-{name}")
         model.zero_grad()
@@ -275,5 +275,5 @@ def test_a_compiled_model_by_plain_set_attn_implementation(model, padding, posit
         logits = run(ids, **given).logits[tokens]
         logits.square().sum().backward()
         gradient = model.model.embed_tokens.weight.grad
-        found.append(torch.cat([logits.detach().flatten(), gradient.flatten()]))
-    assert max(error(one, found[0]) for one in found[1:]) <= LIMIT
+        actual.append(torch.cat([logits.detach().flatten(), gradient.flatten()]))
+    assert max(error(one, actual[0]) for one in actual[1:]) <= LIMIT
