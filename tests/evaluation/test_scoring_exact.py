@@ -8,9 +8,12 @@ from scoring_models import KINDS, ask, choices, instance, llama, pages, scorer, 
 from tiny import SPARSE_KEYS, tiny_model
 from transformers import PreTrainedTokenizerFast
 
+from qbench.attention.transformers import set_attention
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring import batching
-from qbench.evaluation.scoring.forward import MatmulRounding, probe_matmul
+from qbench.evaluation.scoring.forward import JoinedForward, MatmulRounding, probe_matmul
+from qbench.quantizers.fake_quant import install
+from qbench.quantizers.methods.kv_formats import KVCache
 
 
 def both(model, **changes):
@@ -200,3 +203,40 @@ def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
     ours.exact.forward.decoder = never
     with pytest.raises(EvaluationError, match=r"lower evaluation\.max_length"):
         ask(ours, choices(2))
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+@pytest.mark.parametrize("sink_tokens", [None, 0, 2])
+def test_batches_that_are_joined_give_hflms_bits(normalizer, sink_tokens):
+    """Beginnings that texts share are computed once; batches of few tokens stay alone."""
+    model = llama(attention=f"qbench-{normalizer}-reference")
+    if sink_tokens is not None:
+        install(model, KVCache(element="int3", scales="token", sink_tokens=sink_tokens), {})
+    theirs, ours = both(model, batch_size=8)
+    passes = []
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda _, given: passes.append(given[0].numel()))
+    for requests, most in ((choices(40), 0.9), (pages((3, 0, 75, 40, 120)), 1)):
+        expected, by_hflm = ask(theirs, requests), passes.copy()
+        passes.clear()
+        assert ask(ours, requests) == expected
+        assert sum(passes) <= most * sum(by_hflm)
+        assert len(passes) <= len(by_hflm) / 2
+        passes.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "joined"),
+    [
+        ("llama", {}, True),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, False),
+        ("ministral", {"sliding_window": 50}, False),  # longer than the texts of the trial
+        ("mixtral", {}, False),  # a matrix takes some of the tokens
+    ],
+)
+def test_batches_are_joined_where_no_token_changes_another(name, changes, joined):
+    model = tiny_model(name, **changes)
+    set_attention(model, normalizer="softmax", implementation="reference")
+    assert isinstance(scorer(model, "exact").exact.forward, JoinedForward) == joined
+    one_scale = scorer(model, "exact", shares_scales=True)
+    assert not isinstance(one_scale.exact.forward, JoinedForward)

@@ -1,8 +1,9 @@
 """Encode requests as token ids, as lm-eval's HFLM does, but each string once; group them into
 batches: padded ones, which are HFLM's own, or packs without padding.
 
-Scores depend on the order, padding and grouping of padded batches. Packs have about the same number
-of tokens each, and contain a prefix that requests share only once.
+Scores depend on the order, padding and grouping of padded batches. Several may still go through a
+model as one (``join``): attention sees each in its own shape, all else works token by token. Packs
+have about the same number of tokens each, and contain a prefix that requests share only once.
 
 Requests with one context are a *prefix group*: the prefix (the tokens that they share) followed by
 suffixes (what each adds). A suffix attends to the prefix and to itself, and its positions go on
@@ -446,6 +447,49 @@ def _ranges(parts: Sequence[tuple[int, int]]) -> np.ndarray:
     firsts, counts = np.asarray(parts, dtype=np.int64).reshape(-1, 2).T
     before = np.cumsum(counts) - counts
     return np.arange(counts.sum()) + np.repeat(firsts - before, counts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinedBatch(Batch):
+    """Padded batches as one row of T tokens, each beginning that texts of a batch share taken once:
+    ``ids`` [1, T] at ``positions`` [1, T]. ``padded``: the tokens of each batch [B, L], as indexes
+    of these. ``places`` [T]: where each token lies first in all batches, one after another."""
+
+    positions: np.ndarray
+    padded: tuple[np.ndarray, ...]
+    places: np.ndarray
+
+
+def join(batches: Sequence[Batch], multiple: int, least: int) -> JoinedBatch:
+    """Return padded ``batches`` as one, whose tokens are a ``multiple``, and ``least`` or more."""
+    indexes, first = [], 0  # of the first token with the same ones before it, in all batches
+    for ids in (batch.ids for batch in batches):
+        alike = np.logical_and.accumulate(ids[:, None] == ids, axis=2)  # [B, B, L]
+        length = ids.shape[1]
+        indexes.append(first + alike.argmax(axis=0) * length + np.arange(length))
+        first += ids.size
+    places, tokens = np.unique(np.concatenate(indexes, axis=None), return_inverse=True)
+    count = max(least, len(places))
+    places = np.pad(places, (0, count + -count % multiple - len(places)))
+    ids = np.concatenate([batch.ids for batch in batches], axis=None)
+    positions = np.concatenate([np.tile(np.arange(i.shape[1]), len(i)) for i in indexes])
+    parts = np.split(tokens.ravel(), np.cumsum([i.size for i in indexes])[:-1])
+    rows = [part[batch.rows] for part, batch in zip(parts, batches, strict=True)]
+    shifts = np.repeat(np.cumsum([0, *map(len, rows[:-1])]), [len(b.scored.row) for b in batches])
+    row, index, token = (
+        np.concatenate([getattr(batch.scored, name) for batch in batches])
+        for name in ("row", "index", "token")
+    )
+    return JoinedBatch(
+        ids=ids[None, places],
+        positions=positions[None, places],
+        padded=tuple(part.reshape(i.shape) for part, i in zip(parts, indexes, strict=True)),
+        places=places,
+        rows=np.concatenate(rows),
+        scored=Scored(row + shifts, index, token),
+        request_indices=np.concatenate([batch.request_indices for batch in batches]),
+        counts=np.concatenate([batch.counts for batch in batches]),
+    )
 
 
 LEAST = 4  # tokens of a context that is shared

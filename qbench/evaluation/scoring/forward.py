@@ -30,7 +30,15 @@ from qbench.attention.transformers import Mask
 from qbench.checkpoints.find import moving_rope
 from qbench.checkpoints.load import rounding_tolerance
 from qbench.errors import EvaluationError, UnavailableError, first_line
-from qbench.evaluation.scoring.batching import Batch, PackedBatch, Packing, Request, Scored
+from qbench.evaluation.scoring.batching import (
+    Batch,
+    JoinedBatch,
+    PackedBatch,
+    Packing,
+    Request,
+    Scored,
+    join,
+)
 from qbench.evaluation.settings import ScoringSettings
 from qbench.streaming import lockstep
 
@@ -39,6 +47,8 @@ SIZES = (65, 71, 100, 131, 160, 193)  # rows of products whose first rows are co
 PARTS = ((1, 1), (3, 2), (17, 1), (45, 3), (101, 1))  # first row, multiples of ``multiple``
 NAME = "qbench-packed"
 WITH_MASKS = "qbench-packed-with-masks"
+JOINED = "qbench-joined"
+JOINED_TOKENS = 1024  # of more, a layer's values leave a core's cache
 
 
 def _attend_segments(
@@ -93,7 +103,38 @@ def _require_window(
     return _attend_segments(module, query, key, value, None, **options)
 
 
+def _attend_padded(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    qbench_padded: Sequence[Tensor],
+    qbench_places: Tensor,
+    qbench_attention: str,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """Attend within each padded batch of a ``JoinedBatch``, in the shape that it has alone. Raises
+    UnavailableError for a layer with a window."""
+    if getattr(attention_mask, "window", None) is not None:
+        raise UnavailableError("batches are joined without windows")
+    once = read_apart(module, key, value)
+    if once is not None:
+        key, value = once
+        options[READ] = True
+    options.pop("position_ids", None)
+    attention = ALL_ATTENTION_FUNCTIONS[qbench_attention]
+    tokens, outputs = [each[0].transpose(0, 1) for each in (query, key, value)], []
+    for batch in qbench_padded:  # tokens stay the outer dimension in memory
+        parts = [each[batch].transpose(1, 2) for each in tokens]
+        outputs.append(attention(module, *parts, None, **options)[0].flatten(0, 1))
+    return torch.cat(outputs)[None, qbench_places], None
+
+
 AttentionInterface.register(NAME, _attend_segments)
+AttentionInterface.register(JOINED, _attend_padded)
+AttentionMaskInterface.register(JOINED, _mask_window)
 AttentionInterface.register(WITH_MASKS, _require_window)
 AttentionMaskInterface.register(WITH_MASKS, _mask_window)
 
@@ -165,17 +206,81 @@ class PackedForward:
                 to_device(batch.ids, self.device),
                 position_ids=to_device(batch.positions, self.device),
                 use_cache=False,
-                cu_seq_lens_q=to_device(batch.cu_seqlens_q, self.device),
-                cu_seq_lens_k=to_device(batch.cu_seqlens_k, self.device),
-                max_length_q=int(np.diff(batch.cu_seqlens_q).max()),
-                max_length_k=int(np.diff(batch.cu_seqlens_k).max()),
-                qbench_keys=None if batch.keys is None else to_device(batch.keys, self.device),
+                **self._options(batch),
                 qbench_attention=self._attention,
             )[0][0]
         finally:
             self.model.config._attn_implementation = self._attention
             for each in self.fused:
                 each.put(each.original)
+
+    def _options(self, batch: Any) -> dict[str, Any]:
+        """Return what the attention function is told of a pack."""
+        return {
+            "cu_seq_lens_q": to_device(batch.cu_seqlens_q, self.device),
+            "cu_seq_lens_k": to_device(batch.cu_seqlens_k, self.device),
+            "max_length_q": int(np.diff(batch.cu_seqlens_q).max()),
+            "max_length_k": int(np.diff(batch.cu_seqlens_k).max()),
+            "qbench_keys": None if batch.keys is None else to_device(batch.keys, self.device),
+        }
+
+
+class JoinedForward(PackedForward):
+    """The decoder over padded batches: ``padded`` if they are not joined."""
+
+    def __init__(self, model: Any, padded: PaddedForward) -> None:
+        super().__init__(model, padded.decoder, name=JOINED)
+        self.padded = padded
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the hidden states [B · L, H] of a padded batch, [T, H] of joined ones."""
+        return super().__call__(batch) if isinstance(batch, JoinedBatch) else self.padded(batch)
+
+    def _options(self, batch: Any) -> dict[str, Any]:
+        padded = [torch.from_numpy(each) for each in batch.padded]
+        return {"qbench_padded": padded, "qbench_places": torch.from_numpy(batch.places)}
+
+
+@torch.no_grad()
+def joined_forward(
+    model: Any, padded: PaddedForward, product: MatmulRounding
+) -> JoinedForward | None:
+    """Return a forward that takes joined batches too, if their hidden states on a CPU are to the
+    bit those of each batch alone: in trials each matrix takes every token once and rounds rows
+    alike, as that of the LM head (``product``), and two random batches are the same. Else None."""
+    decoder, device = padded.decoder, model.device
+    matrices = {module for module in decoder.modules() if hasattr(module, "in_features")}
+    rest = [m for m in decoder.modules() if m not in matrices and type(m) is not torch.nn.Embedding]
+    kinds = {(type(m), m.in_features, m.out_features): m for m in matrices}
+    if (
+        device.type != "cpu"
+        or not product.stable
+        or not str(model.config._attn_implementation).startswith("qbench-")
+        or rope_limit(model.config.get_text_config())[0] is not None
+        or any(p.dim() > 1 for m in rest for p in m.parameters(recurse=False))
+    ):
+        return None
+    least, none, taken = product.rows + 1, np.zeros(0, dtype=np.int64), list[int]()
+
+    def note(module: torch.nn.Module, given: Any) -> None:
+        if module in matrices:
+            taken.append(given[0].shape[:-1].numel())
+
+    ids = np.arange(3 * least - 3).reshape(2, 3, -1) % len(model.get_input_embeddings().weight)
+    ids[:, 1, :9] = ids[:, 0, :9]  # a beginning that two texts share
+    scored = {"scored": Scored(none, none, none), "request_indices": none, "counts": none}
+    batches = [Batch(ids=each, rows=np.arange(each.size), **scored) for each in ids]
+    try:
+        with torch.nn.modules.module.register_module_forward_pre_hook(note):
+            alone = torch.cat([padded(batch) for batch in batches])
+        joined = join(batches, product.multiple, least)
+        forward = JoinedForward(model, padded)
+        same = torch.equal(alone, forward(joined)[joined.rows])
+        for matrix in kinds.values():
+            same &= probe_matmul(matrix, model.dtype, device, JOINED_TOKENS).stable
+    except Exception:  # a class may not take positions or options
+        return None
+    return forward if same and taken == [ids[0].size] * 2 * len(matrices) else None
 
 
 class LMHead:
@@ -368,17 +473,19 @@ class Projection:
         return part
 
 
-def probe_matmul(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> MatmulRounding:
+def probe_matmul(
+    head: torch.nn.Module, dtype: torch.dtype, device: torch.device, rows: int = 200
+) -> MatmulRounding:
     """Measure how many rows the head's product in ``dtype`` needs to round as a full product does:
-    compare parts of a product of 200 or more random rows with the same rows of the whole. On a GPU
-    nothing is measured: rows are taken out freely."""
+    compare parts of a product of ``rows`` or more random rows with the same rows of the whole. On a
+    GPU nothing is measured: rows are taken out freely."""
     if device.type != "cpu":  # no claim to the bit there
         return MatmulRounding(rows=0, multiple=1, stable=True)
     width = getattr(head, "in_features", None) or head.weight.shape[-1]
     threads = torch.get_num_threads()
     multiple = 16 * threads
     generator = torch.Generator().manual_seed(0)
-    longest = max(200, PARTS[-1][0] + max(n for _, n in PARTS) * multiple)
+    longest = max(rows, PARTS[-1][0] + max(n for _, n in PARTS) * multiple)
     x = torch.randn(longest, width, generator=generator).to(dtype)
     with torch.no_grad():
         product = head(x)

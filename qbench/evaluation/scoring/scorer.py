@@ -42,10 +42,13 @@ from qbench.evaluation.scoring.batching import (
     Request,
     Requests,
     check_tokens,
+    join,
     requests_of,
 )
 from qbench.evaluation.scoring.forward import (
+    JOINED_TOKENS,
     LOG_PROBABILITY_BYTES,
+    JoinedForward,
     LogLikelihood,
     Observer,
     PackedForward,
@@ -54,6 +57,7 @@ from qbench.evaluation.scoring.forward import (
     RowScores,
     decoder_and_head,
     in_order,
+    joined_forward,
     probe_matmul,
     rope_limit,
     score_rows,
@@ -239,11 +243,14 @@ class Scorer(LM):
             one_length=kind is not None and kind.startswith(("dynamic", "top-k")),
         )
         padded = PaddedForward(decoder, self._device)
-        self.exact = Backend(batching=padding, forward=padded, exact=True)
+        exact = None
+        if not (self._stream or settings.shares_scales):
+            exact = joined_forward(model, padded, self._product)
+        self.exact = Backend(batching=padding, forward=exact or padded, exact=True)
         self.fast: Backend | None = None
         if settings.mode == "fast":
             right = padding if settings.shares_scales else replace(padding, window_batch_size=1)
-            self._reference = Backend(batching=right, forward=padded, exact=True)
+            self._reference = replace(self.exact, batching=right)
             tokens = settings.batch_tokens
             if settings.packed:
                 heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
@@ -434,12 +441,16 @@ class Scorer(LM):
         """Score batches of ``requests``, which a GPU may go on with; return a function that waits
         for the scores, in the order of ``requests``."""
         plans = requests.plan(backend.batching, windows=windows)
-        parts = list(_parts(plans, self._state_bytes)) if self._stream else [[p] for p in plans]
+        parts = [[p] for p in plans]
+        if self._stream:
+            parts = list(_parts(plans, STATES_BYTES // self._state_bytes))
+        elif isinstance(backend.forward, JoinedForward):
+            parts = list(_parts(plans, JOINED_TOKENS, self._product.rows))
         results: list[tuple[Batch, RowScores]] = []
         done = 0
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         with ThreadPoolExecutor(1) as thread:  # reads the next part while the device computes
-            read = partial(thread.submit, self._read_rows, requests, observer, stream)
+            read = partial(thread.submit, self._read_rows, backend, requests, observer, stream)
             following = read(parts[0])
             for part, after in zip(parts, [*parts[1:], None], strict=True):
                 batches, following = following.result, after and read(after)
@@ -456,16 +467,20 @@ class Scorer(LM):
 
     def _read_rows(
         self,
+        backend: Backend,
         requests: Sequence[Request],
         observer: Observer | None,
         stream: torch.cuda.Stream | None,
         part: Sequence[BatchPlan],
     ) -> list[tuple[Batch, Any]]:
-        """Return the batches of ``part``, each with what ``observer`` reads ahead for it: of a
-        streamed model nothing, since they would not fit the device. Copies are queued on
-        ``stream``."""
+        """Return the batches of ``part``, joined if ``backend`` takes them so, each with what
+        ``observer`` reads ahead for it: of a streamed model nothing, since they would not fit the
+        device. Copies are queued on ``stream``."""
         with torch.cuda.stream(stream):
             batches = [planned.collate(requests) for planned in part]
+            least = self._product.rows + 1
+            if isinstance(backend.forward, JoinedForward) and batches[0].ids.size >= least:
+                batches = [join(batches, self._product.multiple, least)]
             if observer is None or self._stream:
                 return [(batch, None) for batch in batches]
             return [(batch, observer.prepare(batch.scored)) for batch in batches]
@@ -531,7 +546,7 @@ class Scorer(LM):
         parts = [halves] if self._stream else [[half] for half in halves]
         results = []
         for smaller in parts:
-            read = partial(self._read_rows, requests, observer, None, smaller)
+            read = partial(self._read_rows, backend, requests, observer, None, smaller)
             results += self._run(backend, smaller, read, requests, counts, observer, tell)
         return results
 
@@ -567,17 +582,15 @@ def language_model(
     return HFLMScorer(model, tokenizer, settings)
 
 
-def _parts(plans: Sequence[BatchPlan], token_bytes: int) -> Iterator[list[BatchPlan]]:
-    """Yield batches whose hidden states, of ``token_bytes`` per token, fit ``STATES_BYTES``
-    together.
-    """
+def _parts(plans: Sequence[BatchPlan], most: int, least: int = 0) -> Iterator[list[BatchPlan]]:
+    """Yield batches of at most ``most`` tokens together; one of ``least`` or fewer alone."""
     part: list[BatchPlan] = []
     held = 0
     for planned in plans:
-        held += planned.tokens * token_bytes
-        if part and held > STATES_BYTES:
+        held += planned.tokens
+        if part and (held > most or min(planned.tokens, part[-1].tokens) <= least):
             yield part
-            part, held = [], planned.tokens * token_bytes
+            part, held = [], planned.tokens
         part.append(planned)
     if part:
         yield part
