@@ -72,8 +72,7 @@ def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tu
 
 
 def _cells(chosen_cells: tuple[Cell, ...], key_parts: dict[str, Any]) -> tuple[Cell, ...]:
-    """Return the cells with keys of what their model computes, the analysis code and
-    ``key_parts``."""
+    """Return the cells with keys of their model's settings, the analysis code and ``key_parts``."""
     code = digest_of([Path(__file__).parent])
     cells = []
     for cell in chosen_cells:

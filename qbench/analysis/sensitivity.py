@@ -94,7 +94,7 @@ class Baseline:
         self.perplexity = perplexity(torch.cat(losses).double().mean().item())
 
     def against(self, unit: Unit, quantized: nn.Module) -> UnitSensitivity:
-        """Return what the model loses if the modules of ``unit`` are taken from the model
+        """Return the damage if the modules of ``unit`` are replaced by those of the model
         ``quantized``; the model is restored. Raises EvaluationError if the changed model's logits
         are not numbers."""
         modules = {name: quantized.get_submodule(name) for name in unit.modules}

@@ -1,4 +1,5 @@
-"""Observe each call of a model's attention while it computes what it computes when it is scored."""
+"""Pass the inputs and outputs of each attention call of a model to an observer, in the forward pass
+that scoring runs."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Timed:
 
 
 def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
-    """Return the row of a mode on one task or on all, beside what HFLM took and answered."""
+    """Return the row of a mode on one task or on all, compared with HFLM's seconds and answers."""
     responses = pd.concat([run.responses for run in timed])
     seconds = sum(run.seconds for run in timed)
     row = {

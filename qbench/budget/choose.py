@@ -184,8 +184,8 @@ def curve(costs: Costs, most: float = 6.0) -> list[tuple[float, float]]:
 
 
 def uniform_columns(costs: Costs, kl: Mapping[str, float]) -> dict[str, dict[str, Any]]:
-    """Return by label the ``bits``, ``kl`` and recipe's ``entry`` of the columns that give all
-    layers one choice, and LM head and embeddings, if they are layers with choices, each of theirs.
+    """Return by label the ``bits``, ``kl`` and recipe's ``entry`` of the uniform columns: one per
+    pair of a choice for all layers and one for LM head and embeddings, if these have choices.
     ``kl``: by choice, with all layers quantized but these two, whose costs are added."""
     at_ends = costs.table.loc[costs.ends[0]].index if costs.ends else (UNQUANTIZED,)
     columns = {}

@@ -87,9 +87,9 @@ class Search:
         )
 
     def costs(self, cells: Mapping[str, Cell]) -> tuple[Costs, dict[str, float]]:
-        """Return the ``Costs`` with what each choice of ``cells`` (by its text) costs each layer
-        alone, and choice → KL divergence with all layers quantized, LM head and embeddings left
-        out. A search that was stopped goes on.
+        """Return the ``Costs`` of each layer quantized alone by each choice of ``cells`` (by its
+        text), and choice → KL divergence with all layers quantized, LM head and embeddings left
+        out. A search that was stopped is resumed.
 
         Any change of a layer moves the rounding of all that follows, which in bfloat16 costs about
         0.001 nats however small the change is. That floor, measured with weights that differ in

@@ -1,5 +1,5 @@
-"""Load a checkpoint's tokenizer, and compare two. Apart from models: a plan needs it, and loading
-models imports libraries that take seconds and print lines of their own."""
+"""Load a checkpoint's tokenizer, and compare two. A plan imports this module; ``load``, for models,
+imports libraries that take seconds and print lines of their own."""
 
 from __future__ import annotations
 

@@ -125,8 +125,9 @@ def _codes_of(
 
 
 class _Guess:
-    """Computes a block of a pack of texts as if no input of its ``Linear8`` had outliers, which
-    gives the same bits if none has, and else again; no more if that was so in most packs."""
+    """Computes a block of a pack of texts without the outlier columns of its ``Linear8`` layers:
+    the same bits if no input has outliers. Else the block is computed again with them; if most
+    packs needed that, blocks are computed with them from then on."""
 
     def __init__(self, block: nn.Module, threshold: float) -> None:
         self.threshold, self.tried, self.wrong = threshold, 0, 0
@@ -229,7 +230,7 @@ def from_packed(layer: nn.Linear, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn
 
 
 def unpack(module: nn.Module, settings: Bnb4 | Bnb8) -> PackedWeight | None:
-    """Return what a bitsandbytes layer stores; None for a module of another kind."""
+    """Return the stored tensors of a bitsandbytes layer; None for a module of another kind."""
     if isinstance(module, bitsandbytes.nn.Linear8bitLt):
         held = module.weight if module.weight.SCB is not None else module.state  # after a forward
         codes, absmax = held.CB, held.SCB

@@ -205,7 +205,7 @@ class SequentialCalibrator:
         self._calls[len(ids)], self.groups = calls, groups
 
     def run(self, index: int, batch: int) -> Any:
-        """Return what block ``index`` returns for batch number ``batch``: hidden states [B, T, H],
+        """Return the output of block ``index`` for batch number ``batch``: hidden states [B, T, H],
         or a tuple that begins with them."""
         hidden = self._states[batch].to(self._device, non_blocking=True)
         return self._calls[len(hidden)][index](hidden)
@@ -240,9 +240,10 @@ class SequentialCalibrator:
         self, index: int, layers: Sequence[str], progress: Advance = lambda done, total: None
     ) -> Iterator[Tensor | None]:
         """Yield the Hessian of each of the ``layers`` of block ``index`` as ``hessians`` returns
-        it, then do what ``advance`` does. The caller may change the weights of a layer and of those
-        with the same input before it takes the next Hessian. ``progress`` is called with the number
-        of blocks that are done, a fraction of this one counted, and of all.
+        it, then compute the next block's inputs as ``advance`` does. The caller may change the
+        weights of a layer and of those with the same input before it takes the next Hessian.
+        ``progress`` is called with the number of blocks that are done, a fraction of this one
+        counted, and of all.
 
         If there is memory for it, each batch runs through the block once and pauses at each layer,
         on a CPU one batch per core; then the products are computed, and added in the order of the

@@ -92,8 +92,8 @@ class QuantFormat:
 
     @property
     def span(self) -> float:
-        """Return what divides the largest magnitude, or if asymmetric the range, to give
-        the scale."""
+        """Return the divisor that gives the scale of a largest magnitude, or if asymmetric of a
+        range."""
         if self.type == "float" or not self.symmetric:
             return self.largest
         return (2.0**self.num_bits - 1) / 2
@@ -129,8 +129,8 @@ BLOCK_FORMATS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scale:
-    """Holds what codes are multiplied by, and the zero point of an asymmetric format: float32, with
-    the shape of the values that share them, or scalars."""
+    """Holds the factor of codes, and the zero point of an asymmetric format: float32, one per group
+    of values, broadcast to them, or scalars."""
 
     scale: Tensor
     zero: Tensor | None = None

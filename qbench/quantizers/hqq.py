@@ -75,7 +75,7 @@ def from_packed(layer: nn.Linear, tensors: Tensors, settings: Hqq) -> nn.Module:
 
 
 def unpack(module: nn.Module, settings: Hqq) -> PackedWeight | None:
-    """Return what an hqq layer stores; None for a module of another kind."""
+    """Return the stored tensors of an hqq layer; None for a module of another kind."""
     if not isinstance(module, HQQLinear):
         return None
 

@@ -204,7 +204,7 @@ class DequantizedLinear(nn.Module):
         return weight.reshape(-1, settings.group_length(self.in_features))
 
     def unpack(self, settings: WeightSettings) -> PackedWeight:
-        """Return what the layer stores, for the audit."""
+        """Return the stored tensors, for the audit."""
         return PackedWeight(
             tensors={name: getattr(self, name) for name in self.stored},
             dequantize=self.dequantize,

@@ -173,7 +173,7 @@ class PublishedCopy(Published):
 
     @property
     def note(self) -> str:
-        """Return what is scored, for the log: the format, and whether only its weights count."""
+        """Return the format, and whether only its weights are quantized here, for the log."""
         return f"{self.format}, as published{f'; {WEIGHTS_ONLY}' if self.weights_only else ''}"
 
     def to_dict(self) -> dict[str, Any]:

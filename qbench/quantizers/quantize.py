@@ -253,7 +253,8 @@ def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict
 
 
 def unpack(model: nn.Module, name: str, settings: WeightSettings) -> PackedWeight | None:
-    """Return what the layer ``name`` of ``model`` stores; None if ``settings`` did not make it."""
+    """Return the stored tensors of the layer ``name`` of ``model``; None if the layer was not made
+    by ``settings``."""
     load_block(model, name)
     layer, functions = layer_of(model, name), backend(settings)
     kind = getattr(functions, "from_packed", DequantizedLinear)

@@ -34,7 +34,7 @@ STATE, LOG = "state", "log.jsonl"
 
 
 class Progress(BaseModel):
-    """How far a training is: the part of a state that is not tensors."""
+    """Holds the progress of a training: the part of a state that is not tensors."""
 
     settings: str  # digest of all that shapes the run
     step: int = 0  # steps done

@@ -20,11 +20,11 @@ from qbench.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 STOCK = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 32}
-HEADER = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+CONFIGS = pytest.mark.parametrize("config", [CONFIG, {**CONFIG, **STOCK}], ids=["fla", "stock"])
 
 
-def index(folder, files):
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+def index(folder, files, **metadata):
+    (folder / INDEX).write_text(json.dumps({"weight_map": files, **metadata}))
 
 
 def shards(folder, config=CONFIG):
@@ -37,11 +37,11 @@ def shards(folder, config=CONFIG):
     save_file({name: tensors[name] for name in first}, folder / "model-1.safetensors")
     save_file({name: tensors[name] for name in last}, folder / "model-2.safetensors")
     files = dict.fromkeys(first, "model-1.safetensors") | dict.fromkeys(last, "model-2.safetensors")
-    index(folder, files)
+    index(folder, files, metadata={})
     return files
 
 
-@pytest.mark.parametrize("config", [CONFIG, {**CONFIG, **STOCK}], ids=["fla", "stock"])
+@CONFIGS
 def test_shards_that_the_index_lists_are_read(tmp_path, config):
     shards(tmp_path / "c", config)
     assert find(str(tmp_path / "c")).digest
@@ -59,25 +59,17 @@ def test_files_that_transformers_does_not_read_are_not_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("added", "metadata", "words"),
     [
-        (lambda files: files.update({"x": "../y.safetensors"}), "no weight_map"),
-        (lambda files: files.update({"x": 3}), "no weight_map"),
-        (lambda files: files.update({"x": "model-9.safetensors"}), "that are missing: model-9"),
+        ({"x": "../y.safetensors"}, {"metadata": {}}, "no weight_map"),
+        ({"x": 3}, {"metadata": {}}, "no weight_map"),
+        ({"x": "model-9.safetensors"}, {"metadata": {}}, "that are missing: model-9"),
+        ({}, {}, "has no metadata"),  # which transformers needs
     ],
 )
-def test_an_index_that_is_not_of_these_files_is_refused(tmp_path, change, words):
-    files = shards(tmp_path / "c")
-    change(files)
-    index(tmp_path / "c", files)
+def test_an_index_that_is_not_of_these_files_is_refused(tmp_path, added, metadata, words):
+    index(tmp_path / "c", shards(tmp_path / "c") | added, **metadata)
     with pytest.raises(CheckpointError, match=words):
-        find(str(tmp_path / "c"))
-
-
-def test_an_index_that_transformers_cannot_read_is_refused(tmp_path):
-    files = shards(tmp_path / "c")
-    (tmp_path / "c" / INDEX).write_text(json.dumps({"weight_map": files}))
-    with pytest.raises(CheckpointError, match="has no metadata"):
         find(str(tmp_path / "c"))
 
 
@@ -87,13 +79,8 @@ def test_an_adapter_is_refused(tmp_path):
         find(str(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("config", [CONFIG, {**CONFIG, **STOCK}], ids=["fla", "stock"])
-@pytest.mark.parametrize(
-    ("dtype", "word"),
-    [
-        (torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"),
-    ],
-)  # fmt: skip
+@CONFIGS
+@pytest.mark.parametrize(("dtype", "word"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
 def test_numbers_that_are_no_weights_are_refused(tmp_path, config, dtype, word):
     tensors = random_tensors()
     name = "model.layers.0.mlp.up_proj.weight"
@@ -113,21 +100,25 @@ def test_masks_that_old_files_carry_along_are_no_weights(tmp_path):
     assert find(str(write(tmp_path / "c", {**CONFIG, **STOCK}, tensors))).digest
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"nonsense",
-        struct.pack("<Q", 2**60) + b"{}",
-        (lambda h: struct.pack("<Q", len(h)) + h)(json.dumps({"a": HEADER}).encode()),
-        (lambda h: struct.pack("<Q", len(h)) + h + b"1234")(
-            json.dumps({"a": {**HEADER, "shape": [2**40, 2**40]}}).encode()
-        ),
-        pickle.dumps({"a": 1}),
-    ],
-    ids=["text", "long header", "cut short", "overflow", "pickle"],
-)
-def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
-    (write(tmp_path / "c") / "model.safetensors").write_bytes(content)
+def with_shape(shape, data):
+    """A safetensors file of one tensor of this shape whose numbers are ``data``."""
+    header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+NO_SAFETENSORS = {
+    "text": b"nonsense",
+    "long header": struct.pack("<Q", 2**60) + b"{}",
+    "cut short": with_shape([1], b""),
+    "overflow": with_shape([2**40, 2**40], b"1234"),
+    "pickle": pickle.dumps({"a": 1}),
+}
+
+
+@pytest.mark.parametrize("name", NO_SAFETENSORS)
+def test_a_file_that_is_no_safetensors_is_named(tmp_path, name):
+    (write(tmp_path / "c") / "model.safetensors").write_bytes(NO_SAFETENSORS[name])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
         find(str(tmp_path / "c"))
 

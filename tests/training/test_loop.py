@@ -83,9 +83,8 @@ def test_the_held_out_loss_is_that_of_the_saved_checkpoint(tmp_path, train, toke
 
 def test_the_best_checkpoint_of_other_held_out_texts_is_not_compared(tmp_path, train):
     train(tmp_path, stop_after=10, normalizers=["softmax"])
-    with pytest.raises(
-        TrainingError, match=r"watch\.samples, watch\.length: .*other held-out texts"
-    ):
+    words = r"watch\.samples, watch\.length: .*other held-out texts"
+    with pytest.raises(TrainingError, match=words):
         train(tmp_path, normalizers=["softmax"], watch={"samples": 3})
     train(tmp_path, normalizers=["softmax"], watch={"every": 7})
 

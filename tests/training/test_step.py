@@ -15,7 +15,7 @@ from qbench.training.training_recipe import Schedule, Shape, TrainingRecipe
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
 
 
-def model(normalizer="softmax", seed=0, **options):
+def new_model(normalizer="softmax", seed=0, **options):
     return initial_model(SHAPE, normalizer=normalizer, seed=seed, device="cpu", **options)[0]
 
 
@@ -24,7 +24,7 @@ def rows(count=2):
 
 
 def test_models_of_every_normalizer_start_alike_and_other_seeds_elsewhere():
-    first, second, other = model("softmax"), model("softpick"), model("softmax", seed=1)
+    first, second, other = new_model("softmax"), new_model("softpick"), new_model("softmax", seed=1)
     pairs = zip(first.named_parameters(), second.named_parameters(), strict=True)
     assert all(name == same and torch.equal(a, b) for (name, a), (same, b) in pairs)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
@@ -33,32 +33,32 @@ def test_models_of_every_normalizer_start_alike_and_other_seeds_elsewhere():
 @pytest.mark.parametrize("pad", [1, 2, 3])
 def test_the_padding_token_is_trained_too(pad):
     """Rows are never padded, and BOS or EOS may be what pads elsewhere."""
-    one = model(bos=1, eos=2, pad=pad)
-    Loss(one, "float32")(torch.tensor([[1, 2, 3, 4]])).backward()
-    embeddings = one.get_input_embeddings()
+    model = new_model(bos=1, eos=2, pad=pad)
+    Loss(model, "float32")(torch.tensor([[1, 2, 3, 4]])).backward()
+    embeddings = model.get_input_embeddings()
     assert (embeddings.weight.grad[1:4].norm(dim=1) > 0).all()
     assert (embeddings.weight.norm(dim=1) > 0).all()
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified"])
 def test_the_loss_is_what_the_model_says_of_the_next_tokens(normalizer):
-    one, batch = model(normalizer), rows()
-    logits = one(batch[:, :-1]).logits
+    model, batch = new_model(normalizer), rows()
+    logits = model(batch[:, :-1]).logits
     expected = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-    torch.testing.assert_close(Loss(one, "float32")(batch), expected)
+    torch.testing.assert_close(Loss(model, "float32")(batch), expected)
 
 
 def test_in_bfloat16_weights_stay_float32_and_all_that_flows_is_bfloat16():
-    one, seen = model("softpick"), []
-    for layer in one.model.layers:
+    model, seen = new_model("softpick"), []
+    for layer in model.model.layers:
         layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
         layer.self_attn.q_proj.register_forward_hook(lambda m, i, output: seen.append(output.dtype))
-    loss = Loss(one, "bfloat16")(rows())
+    loss = Loss(model, "bfloat16")(rows())
     loss.backward()
     assert set(seen) == {torch.bfloat16}
     assert loss.dtype == torch.float32
-    assert {p.grad.dtype for p in one.parameters()} == {torch.float32}
-    torch.testing.assert_close(loss, Loss(one, "float32")(rows()), atol=0.02, rtol=0)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    torch.testing.assert_close(loss, Loss(model, "float32")(rows()), atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_the_compiler_sees_one_graph_once_and_it_gives_the_same(dynamo, normaliz
         graphs.append(graph)
         return graph.forward
 
-    one, batch = model(normalizer), rows()
-    plain = Loss(one, precision)(batch)
-    loss = Loss(one, precision)
+    model, batch = new_model(normalizer), rows()
+    plain = Loss(model, precision)(batch)
+    loss = Loss(model, precision)
     options = {"fullgraph": True, "dynamic": False, "backend": backend}
     loss.of_embedded = torch.compile(loss.of_embedded, **options)
     compiled = loss(batch)
@@ -91,30 +91,34 @@ def recipe(**changed):
     })  # fmt: skip
 
 
-def stepped(one, count, **changed):
-    """``one`` after ``count`` steps, and what the last one gave."""
+def process_state(index, processes):
+    return SimpleNamespace(device=torch.device("cpu"), process_index=index, num_processes=processes)
+
+
+def stepped(model, count, **changed):
+    """Train ``model`` for ``count`` steps; return the loss and the gradient's norm of the last."""
     settings = recipe(**changed)
-    alone = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
-    step = Step(one, settings, alone)
+    state = process_state(0, 1)
+    step = Step(model, settings, state)
     ids = np.random.default_rng(0).integers(0, 64, 3000, np.uint16)
     source = Sequences(tokens=ids, context=16, bos=None)
-    batches = dataloader(source, settings, alone, first=0, seed=0)
+    batches = dataloader(source, settings, state, first=0, seed=0)
     for number in range(count):
         actual = step(number, batches)
     return actual
 
 
 def test_gradients_of_several_passes_are_those_of_one():
-    whole, parts = model(), model()
+    whole, parts = new_model(), new_model()
     actual = stepped(whole, 3), stepped(parts, 3, batch={"tokens": 128, "sequences": 2})
     torch.testing.assert_close(*actual)
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+    for pair in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-3)
 
 
 def test_gradients_are_clipped_and_the_norm_before_is_told():
-    one = model()
-    _, norm = stepped(one, 1, optimizer={"learning_rate": 1e-9, "clip": 1e-4})
+    model = new_model()
+    _, norm = stepped(model, 1, optimizer={"learning_rate": 1e-9, "clip": 1e-4})
     assert float(norm) > 1e-2
 
 
@@ -122,11 +126,11 @@ def test_gradients_are_clipped_and_the_norm_before_is_told():
 def test_norms_decay_only_where_that_is_asked_for(decay_vectors):
     settings = {"learning_rate": 1e-2, "weight_decay": 50.0, "clip": 1e-9, "eps": 1.0,
                 "decay_vectors": decay_vectors}  # fmt: skip
-    one = model()
-    stepped(one, 1, optimizer=settings, schedule={"warmup_steps": 0})
-    norm = one.model.norm.weight.detach()
+    model = new_model()
+    stepped(model, 1, optimizer=settings, schedule={"warmup_steps": 0})
+    norm = model.model.norm.weight.detach()
     assert bool((norm < 0.9).all()) == decay_vectors
-    assert float(one.lm_head.weight.detach().std()) < 0.015  # from 0.02
+    assert float(model.lm_head.weight.detach().std()) < 0.015  # from 0.02
 
 
 # Which sequences a step takes: all of them once an epoch, by the seed alone.
@@ -161,10 +165,8 @@ def test_a_step_has_the_same_rows_however_they_are_shared(processes, sequences):
     settings = recipe(model=shape, tokens=5 * 64, batch=batch, watch={"length": 8})
     actual, passes = [], 8 // (sequences * processes)
     for index in range(processes):
-        one = SimpleNamespace(
-            device=torch.device("cpu"), process_index=index, num_processes=processes
-        )
-        made = list(dataloader(source, settings, one, first=3, seed=2))
+        state = process_state(index, processes)
+        made = list(dataloader(source, settings, state, first=3, seed=2))
         assert len(made) == 2 * passes
         actual += [row.tolist() for batch in made[:passes] for row in batch]
     expected = source.rows(sample_indices(3, rows=8, of=len(source), seed=2)).tolist()

@@ -139,11 +139,9 @@ def test_lines_that_share_thirteen_words_with_an_evaluation_text_are_left_out(tm
 def test_special_tokens_written_in_a_text_are_text(tmp_path, tokenizer_folder):
     (tmp_path / "a.txt").write_text("\0".join(["the cat </s> sat <s> on"] * 60))
     about = tokenize([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer=str(tokenizer_folder))
-    for ids in (
-        read_token_files(tmp_path / "out").train,
-        read_token_files(tmp_path / "out").held_out,
-    ):
-        documents = len(ids) * 1.0 / (about.train.tokens / about.train.documents)
+    files = read_token_files(tmp_path / "out")
+    for ids in (files.train, files.held_out):
+        documents = len(ids) / (about.train.tokens / about.train.documents)
         assert (ids == about.bos).sum() == (ids == about.eos).sum() == documents
 
 

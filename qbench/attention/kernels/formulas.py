@@ -79,8 +79,8 @@ def initial_max(norm):
 
 @triton.jit
 def finite_max(m, NORM: tl.constexpr):
-    """Return what exponents are shifted by: the running maximum, but 0 in a row that has seen no
-    key yet, where −∞ − (−∞) would be NaN."""
+    """Return the shift of exponents: the running maximum, but 0 in a row that has seen no key yet,
+    since −∞ − (−∞) is NaN."""
     if NORM == "softmax" or NORM == "sigmoid":
         return tl.where(m == float("-inf"), 0.0, m)
     elif NORM == "softpick" or NORM == "rectified":
@@ -363,7 +363,7 @@ def column(number):
 def row_score_mod(
     head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS: tl.constexpr
 ):
-    """Return what the scores of a forward pass take: qk_scale and slope ([R, 1], or a scalar),
+    """Return the terms of a forward pass's scores: qk_scale and slope ([R, 1], or a scalar),
     minus each row's bias [R] in log2 units, and the factor that scores still need, 1 if these two
     apply it. ``head``: of all rows, or [R]; ``scale``: from products to log2 units; other
     arguments: see :func:`log2_length`."""
@@ -472,8 +472,8 @@ def scores_minus_lse(
 
 @triton.jit
 def sloped_lse(lse, q_pos, slope, NORM: tl.constexpr, FLAGS: tl.constexpr):
-    """Return ``lse`` plus what ALiBi takes from all scores of a row, if :func:`slope_in_lse`, else
-    as it is; ``q_pos`` counts from the first of a tile of queries."""
+    """Return ``lse``, if :func:`slope_in_lse` plus ALiBi's term that all scores of a row share;
+    ``q_pos`` counts from the first of a tile of queries."""
     if slope_in_lse(NORM, FLAGS):
         return q_pos.to(tl.float32) * slope + lse
     else:

@@ -1,5 +1,5 @@
-"""Backward pass of the plain causal bf16 case in Gluon, where Hopper's tensor cores are to be kept
-busy: the same two kernels as in :mod:`qbench.attention.kernels.backward`.
+"""Backward pass of the plain causal bf16 case in Gluon, which keeps Hopper's tensor cores busy: the
+same two kernels as in :mod:`qbench.attention.kernels.backward`.
 
 Gluon says which warps do what. One warp loads tiles ahead into a ring of buffers in shared memory,
 with barriers that say which are full and which are empty; two groups of four warps hold 64 rows
@@ -58,7 +58,7 @@ def transposed(tiles, stage):
 
 @gluon.jit
 def causal_log2_length(rows, FLAGS: gl.constexpr):
-    """Return log2 of how many keys each of ``rows`` sees, with LOG_N1 of one more."""
+    """Return log2 of the number of keys that each of ``rows`` sees, with LOG_N1 plus one."""
     if LOG_N1 & FLAGS:
         rows += 1
     return gl.log2((rows + 1).to(gl.float32))
