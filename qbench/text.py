@@ -105,12 +105,10 @@ def for_markdown(text: str) -> str:
     return text.replace("](", "]\\(")
 
 
-def for_csv(value: object) -> object:
-    """Return a cell of CSV: text in one line, with an apostrophe before what a spreadsheet would
-    compute; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    text = one_line(value)
+def for_csv(text: str) -> str:
+    """Return a text for a cell of CSV: one line, with an apostrophe before what a spreadsheet would
+    compute."""
+    text = one_line(text)
     return f"'{text}" if text.lstrip().startswith(FORMULA) else text
 
 
@@ -240,7 +238,12 @@ def as_csv(
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows(
-        [row.get(name) if name in numbers else for_csv(row.get(name)) for name in columns]
+        [
+            for_csv(value)
+            if isinstance(value := row.get(name), str) and name not in numbers
+            else value
+            for name in columns
+        ]
         for row in rows
     )
     return text.getvalue()

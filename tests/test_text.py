@@ -11,7 +11,7 @@ from qbench.comparison.compare import compare
 from qbench.errors import shown
 from qbench.runner.progress import Display
 from qbench.tables import render
-from qbench.text import duration, for_csv, for_markdown, group_by_reason, number, table
+from qbench.text import as_csv, duration, for_csv, for_markdown, group_by_reason, number, table
 
 HOSTILE = {
     "newline": "a\n\\input{/etc/passwd}",
@@ -61,7 +61,7 @@ def test_csv_has_no_formula_and_one_line(text):
 
 @pytest.mark.parametrize("number", [-1, -1.5e-7, 0.0, float("inf"), None, True])
 def test_numbers_stay_numbers_in_csv(number):
-    assert for_csv(number) is number
+    assert as_csv([{"x": number, "y": 1}]) == f"x,y\n{'' if number is None else number},1\n"
 
 
 def test_lines_of_one_reason_become_one():

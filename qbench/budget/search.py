@@ -18,14 +18,14 @@ from matplotlib.figure import Figure
 
 from qbench.budget import choose
 from qbench.budget.choose import UNQUANTIZED, column, solve, uniform_entry
-from qbench.comparison.losses import adjusted, kl_column
+from qbench.comparison.losses import kl_column
 from qbench.comparison.rows import bits_per_weight, gib
 from qbench.comparison.verdict import interval_text
 from qbench.files import write_atomically
 from qbench.plan import Plan
 from qbench.quantizers.config import alike
 from qbench.records import Record
-from qbench.statistics import KL_MEAN, Effect, Missing, effects
+from qbench.statistics import KL_MEAN, Effect, Missing, adjust, effects
 from qbench.store import Store
 from qbench.text import ratio as ratio_text
 from qbench.viewer.figures import COLOURS, MARKERS, STYLE, save_svg
@@ -135,7 +135,8 @@ def compare_with(store: Store, pairs: Sequence[tuple[str, str]]) -> list[dict[st
     columns = {name: kl_column(store, records[name]) for pair in pairs for name in pair}
     measured = [pair for pair in pairs if all(columns[name] for name in pair)]
     tests = effects(columns, [{mix: 1.0, other: -1.0} for mix, other in measured], KL_MEAN)
-    answers = adjusted(dict(zip(measured, tests, strict=True)))
+    adjust(tests)
+    answers = dict(zip(measured, tests, strict=True))
     unmeasured = Missing(reason="no KL divergence was measured")
     return [certificate(answers.get(pair, unmeasured), *map(records.get, pair)) for pair in pairs]
 

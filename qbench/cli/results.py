@@ -19,9 +19,6 @@ from qbench.gate.check import check as judge
 from qbench.gate.verdict import Inconclusive, as_junit, as_markdown, parse_margins
 from qbench.store import Store
 
-# Objects between two searches for garbage, which took a twentieth of a large folder's time
-SELDOM = 50_000
-
 
 def tables(
     folder: Folder,
@@ -44,7 +41,7 @@ def tables(
     published: Also a paper's scores beside ours: softpick-340m, softpick-1.8b.
     against: Also what each precision loses against this one, by score.
     """
-    gc.set_threshold(SELDOM)
+    gc.disable()  # searches took a twentieth of a large folder's time
     show_tables(Store(folder), format=format, published=published, against=against)
 
 
@@ -97,7 +94,7 @@ def check(
     for option, path in (("--baseline", baseline), ("--summary", summary), ("--junit", junit)):
         if path is not None and (first := named.setdefault(path.resolve(), option)) != option:
             raise OutputError(f"{option} {path}: {first} names the same file; name another")
-    gc.set_threshold(SELDOM)
+    gc.disable()  # searches took a twentieth of a large folder's time
     verdict = judge(
         Store(folder),
         baseline,

@@ -174,11 +174,11 @@ def read_columns(
     """Return (task, metric) → outcomes of a record, of the scores ``names`` only (None: all), in
     their order in the file; values rounded to ``decimals`` (None: as stored)."""
     columns = {}
-    for name, (document, values, weight) in store.outcome_arrays(record).items():
+    for name, (documents, values, weights) in store.outcome_arrays(record).items():
         if names is None or name in names:
             if decimals is not None:
                 values = rounded(values, name[1], decimals)
-            columns[name] = Column.of(document, values, weight)
+            columns[name] = Column(documents=documents, values=values, weights=weights)
     return columns
 
 
@@ -262,8 +262,7 @@ def _effects(
             drawn = [columns[task].get((cell, variance_name(metric))) for cell, metric in names]
             if key[1] in TESTED and isinstance(answer, Effect) and any(drawn):
                 scores = [columns[task][name] for name in names]
-                error = drawing_error(scores, drawn, aggregation)
-                answer = replace(answer, drawn=error)
+                answer.drawn = drawing_error(scores, drawn, aggregation)
             answers[key] = answer
     return answers
 
@@ -283,7 +282,7 @@ def _rows(comparison: Comparison, answers: dict[EffectKey, Effect | Missing]) ->
         if not any((name, row.task, row.metric) in comparison.at_chance for name in members):
             families[contrast, row.task == ANSWERS].append((index, contrast, group))
     for keys in families.values():
-        answers |= zip(keys, adjust([answers[key] for key in keys]), strict=True)
+        adjust([answers[key] for key in keys])
     by_row: dict[int, dict[tuple[str, str], Effect | Missing]] = defaultdict(dict)
     for (index, contrast, group), answer in answers.items():
         by_row[index][contrast, group] = answer
@@ -412,16 +411,16 @@ def count_flips(
         if (before := base.get((task, metric))) is None:
             continue
         both = on_shared_documents((before, after))
-        right_before, right_after = (column.values == 1 for column in both)
+        right = [column.values.astype(bool) for column in both]
         binary = (
-            (column.weights == 1).all() and (right | (column.values == 0)).all()
-            for column, right in zip(both, (right_before, right_after), strict=True)
+            (column.weights == 1).all() and (column.values == each).all()
+            for column, each in zip(both, right, strict=True)
         )
-        if not (len(right_after) and all(binary)):
+        if not (len(right[0]) and all(binary)):
             continue
         flips.setdefault(task, {})[metric] = Flips(
-            documents=len(right_after),
-            right_to_wrong=int((right_before & ~right_after).sum()),
-            wrong_to_right=int((~right_before & right_after).sum()),
+            documents=len(right[0]),
+            right_to_wrong=np.count_nonzero(right[0] > right[1]),
+            wrong_to_right=np.count_nonzero(right[0] < right[1]),
         )
     return flips

@@ -92,8 +92,9 @@ class Losses:
                 for pair in combinations(names, 2)
             }
             made = effects(self.columns, [*signs.values()], self.aggregation)
-            answers = adjusted(dict(zip(signs, made, strict=True)))
-            pairs |= {key: each for key, each in answers.items() if isinstance(each, Effect)}
+            adjust(made)
+            answers = zip(signs, made, strict=True)
+            pairs |= {key: each for key, each in answers if isinstance(each, Effect)}
         return pairs
 
 
@@ -178,12 +179,12 @@ def _inferred(comparison: Comparison, losses: Losses) -> Losses:
     answers = {
         key: _sized(losses, made.get(key, unknown), base, *each) for key, each in asked.items()
     }
-    return replace(
-        losses,
-        cells={cell: made.get(cell, unknown) for cell in losses.means},
-        contrasts=adjusted({key: each for key, each in answers.items() if key[1]}),
-        overall=adjusted({group: each for (group, name), each in answers.items() if not name}),
-    )
+    contrasts = {key: each for key, each in answers.items() if key[1]}
+    overall = {group: each for (group, name), each in answers.items() if not name}
+    adjust(contrasts.values())
+    adjust(overall.values())
+    cells = {cell: made.get(cell, unknown) for cell in losses.means}
+    return replace(losses, cells=cells, contrasts=contrasts, overall=overall)
 
 
 def _against(
@@ -234,13 +235,6 @@ def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:
         for name, sign in signs.items():
             total[name] += factor * sign
     return {name: sign for name, sign in total.items() if abs(sign) > 1e-12}
-
-
-def adjusted(answers: Mapping) -> dict:
-    """Return ``answers`` with the p-values of its effects adjusted by Holm over all of them; other
-    values stay."""
-    tested = {key: each for key, each in answers.items() if isinstance(each, Effect)}
-    return {**answers, **dict(zip(tested, adjust([*tested.values()]), strict=True))}
 
 
 def kl_column(store: Store, record: Record) -> Column | None:

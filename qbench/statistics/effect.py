@@ -7,7 +7,6 @@ leaves 0 out.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,7 +69,7 @@ TESTS: dict[type[Method], Test] = {
 TESTABLE = (*INFLUENCE, LOG_MEAN, KL_MEAN)  # aggregations whose scores ``effects`` compares
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Effect:
     """Hold a contrast of scores with its 95 % interval, ``low`` to ``high``, and its standard error
     by the delta method, on the one scale on which it is tested.
@@ -291,7 +290,8 @@ class _Block:
         differences is assumed to change by at most one answer per document, unless more was
         observed."""
         most = np.where(made.signs != 0, self.most, 0).max(axis=1)
-        reach = np.maximum(np.where(most <= 1, 1.0, 100.0), np.abs(made.steps).max(axis=1))
+        least = np.where(most <= 1, 1.0, 100.0)
+        reach = np.maximum.reduce([least, made.steps.max(axis=1), -made.steps.min(axis=1)])
         return ScoreTest.of(
             made.steps, estimate=made.estimate, stderr=made.stderr,
             lowest=-reach * np.any(made.signs < 0, axis=1),
@@ -310,7 +310,7 @@ class _Block:
     def _effects(self, places: NDArray, method: Method) -> Iterator[tuple[int, Effect]]:
         """Yield (index of the contrast, effect) for the contrasts ``places``, which ``method``
         holds."""
-        ends, bounds = (method.interval(1 - size) for size in (LEVEL, method.sides * LEVEL))
+        ends, bounds = method.intervals(1 - LEVEL, 1 - method.sides * LEVEL)
         numbers = (places, method.estimate, *ends, method.stderr, *bounds, method.p())
         rows = zip(*(each.tolist() for each in numbers), strict=True)
         for index, (place, estimate, low, high, stderr, least, most, p) in enumerate(rows):
@@ -340,22 +340,20 @@ def at_level(effects: Sequence[Effect], function: str, level: float | Floats) ->
     return numbers
 
 
-def adjust(effects: Sequence[Effect]) -> list[Effect]:
-    """Return the effects with ``p_holm``, p adjusted by Holm over all of them, whether they are
-    ``significant``, and their ``detectable`` sizes at the level that Holm's method leaves to a test
-    beside the significant ones."""
+def adjust(answers: Iterable[Answer]) -> list[Effect]:
+    """Set ``p_holm`` of the effects among ``answers``, p adjusted by Holm over all of them, whether
+    they are ``significant``, and their ``detectable`` sizes at the level that Holm's method leaves
+    to a test beside the significant ones; return the effects."""
+    effects = [each for each in answers if isinstance(each, Effect)]
     if not effects:
         return []
     adjusted = holm([each.p for each in effects])
     others = sum(adjusted < LEVEL) - (adjusted < LEVEL)
     sizes = at_level(effects, "size_at", LEVEL / (len(effects) - others))
-    return [
-        dataclasses.replace(
-            each, p_holm=p, family=len(effects), detectable=size,
-            significant=p < LEVEL and abs(each.estimate) > DRAWN_ERRORS * each.drawn,
-        )
-        for each, p, size in zip(effects, adjusted.tolist(), sizes.tolist(), strict=True)
-    ]  # fmt: skip
+    for each, p, size in zip(effects, adjusted.tolist(), sizes.tolist(), strict=True):
+        each.p_holm, each.family, each.detectable = p, len(effects), size
+        each.significant = p < LEVEL and abs(each.estimate) > DRAWN_ERRORS * each.drawn
+    return effects
 
 
 def holm(p: ArrayLike) -> Floats:

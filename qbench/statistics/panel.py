@@ -90,9 +90,12 @@ class Panel:
     def of(cls, columns: Mapping[object, Column]) -> Panel:
         """Return the columns reduced to the documents that all of them have."""
         cut = on_shared_documents(columns.values())
+        weights = np.atleast_2d(cut[0].weights)
+        if not all(np.array_equal(weights[0], column.weights) for column in cut):
+            weights = np.stack([column.weights for column in cut])
         return cls(
             values=np.stack([column.values for column in cut]).T,
-            weights=np.stack([column.weights for column in cut]).T,
+            weights=np.broadcast_to(weights, (len(cut), weights.shape[1])).T,
             index={name: index for index, name in enumerate(columns)},
         )
 
