@@ -127,9 +127,12 @@ def _attend_padded(
     attention = ALL_ATTENTION_FUNCTIONS[qbench_attention]
     tokens, outputs = [each[0].transpose(0, 1) for each in (query, key, value)], []
     for batch in qbench_padded:  # tokens stay the outer dimension in memory
-        parts = [each[batch].transpose(1, 2) for each in tokens]
+        parts = [
+            each.index_select(0, batch.view(-1)).unflatten(0, batch.shape).transpose(1, 2)
+            for each in tokens
+        ]
         outputs.append(attention(module, *parts, None, **options)[0].flatten(0, 1))
-    return torch.cat(outputs)[None, qbench_places], None
+    return torch.cat(outputs).index_select(0, qbench_places)[None], None
 
 
 AttentionInterface.register(NAME, _attend_segments)
