@@ -4,6 +4,7 @@ measuring damage adds to fast scoring (``qbench bench evaluation``)."""
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
 from qbench.machine import environment, synchronize
 from qbench.plan import scoring_settings
+from qbench.runner.workers import SWITCH_SECONDS
 
 if TYPE_CHECKING:
     from qbench.evaluation.scoring import Observer
@@ -46,6 +48,8 @@ def bench_evaluation(planned: Plan, *, log: Callable[[str], None]) -> dict[str, 
     """Return :func:`compare` of the plan's first cell and its tasks, with the softmax in float32 in
     every mode."""
     cell, evaluation = planned.cells[0], planned.recipe.evaluation
+    if planned.device == "cuda":
+        sys.setswitchinterval(SWITCH_SECONDS)  # as in a cell's process
     model, tokenizer = load(cell, planned), load_tokenizer(cell.checkpoint)
     settings = {
         mode: scoring_settings(

@@ -356,8 +356,8 @@ class LlamaCppScorer(Scorer):
 
     def _answer(self, request: Request, observer: Observer | None) -> LogLikelihood:
         """Return (log-likelihood in nats, whether greedy); show the logits to the observer."""
-        inputs = request.inputs(self.settings.max_length)
-        targets = torch.tensor(request.tokens[-request.scored :])
+        inputs = request.inputs(self.settings.max_length).tolist()
+        targets = torch.tensor(request.tokens[-request.scored :].tolist())
         total, greedy, done = 0.0, True, 0
         for logits in self.model.logits(inputs, len(inputs) - request.scored):
             count = len(logits)

@@ -42,6 +42,9 @@ from qbench.machine import (
 
 PRELOAD = "qbench.runner.preload"
 LONGEST_FOLDER = 70  # bytes of the path of temporary files
+# Python's lock goes to a thread that waited for the GPU or a file after 0.1 ms, not 5 ms: tasks are
+# prepared while weights are quantized and others are scored, and judged then
+SWITCH_SECONDS = 1e-4
 _starting = threading.Lock()
 
 
@@ -245,9 +248,7 @@ def begin(gpu: int | None) -> None:
         visible = os.environ.get(VISIBLE)
         os.environ[VISIBLE] = visible.split(",")[gpu] if visible else str(gpu)
         set_library_env()
-        # Python's lock goes to a thread that waited for the GPU or a file after 0.1 ms, not 5 ms:
-        # tasks are prepared while weights are quantized, and judged while others are scored
-        sys.setswitchinterval(1e-4)
+        sys.setswitchinterval(SWITCH_SECONDS)
         threading.Thread(target=start_gpu, daemon=True).start()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # else all forks would draw the same

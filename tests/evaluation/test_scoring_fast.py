@@ -1,5 +1,6 @@
 """Fast scoring against exact: packing, order and batch size change nothing but rounding."""
 
+from array import array
 from contextlib import nullcontext
 
 import pytest
@@ -45,8 +46,8 @@ def test_fast_equals_exact_in_float32(kind):
 @pytest.mark.parametrize("batch_tokens", [70, 200])
 def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens):
     """First rolling windows all have the prefix token for context; they share nothing else."""
-    windows = [Request([0, *range(5, 50 + i)], 1, i) for i in range(6)]
-    choices_ = [Request([*range(9), 20 + i, *range(30)], 9, i) for i in range(12)]
+    windows = [Request(array("i", [0, *range(5, 50 + i)]), 1, i) for i in range(6)]
+    choices_ = [Request(array("i", [*range(9), 20 + i, *range(30)]), 9, i) for i in range(12)]
 
     def packs_of(requests, batch_tokens):
         packing = Packing(max_length=64, batch_tokens=batch_tokens)
@@ -65,8 +66,12 @@ def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens)
 
 def test_packs_have_no_more_segments_than_a_kernels_grid_takes():
     model = llama(heads=4)
-    many = [Request([*range(i, i + 5), j, 1], 5, i) for i in range(2000) for j in range(9)]
-    alike = [Request([*range(5), i, j, 1], 5, i) for i in range(150) for j in range(120)]
+    many = [
+        Request(array("i", [*range(i, i + 5), j, 1]), 5, i) for i in range(2000) for j in range(9)
+    ]
+    alike = [
+        Request(array("i", [*range(5), i, j, 1]), 5, i) for i in range(150) for j in range(120)
+    ]
     for requests in (many, alike):
         lm = scorer(model, "fast", batch_tokens=200_000)
         packs = lm.fast.batching.plan(requests, windows=False)

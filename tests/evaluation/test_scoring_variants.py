@@ -1,6 +1,8 @@
 """Scores of other models, under every normalizer, and of quantized ones: exact as lm-eval's, fast
 as exact, or refused with the reason and what to say instead."""
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -127,7 +129,9 @@ def test_fast_scores_of_other_classes_are_the_exact_ones(kind, changes, requests
 
 
 def test_rows_hold_as_many_tokens_as_a_pack():
-    requests = [Request([1] * n, 1, i, i) for i, n in enumerate((3, 21, 9, 9, 9, 2, 50))]
+    requests = [
+        Request(array("i", [1] * n), 1, i, i) for i, n in enumerate((3, 21, 9, 9, 9, 2, 50))
+    ]
     rows = Padding(max_length=40, batch_size=1, window_batch_size=1, batch_tokens=40)
     for windows in (True, False):
         planned = rows.plan(requests, windows=windows)
@@ -187,7 +191,7 @@ def test_packs_of_a_rotated_model_read_the_cache_that_sequences_read(tmp_path):
         decoder("llama-biases"), config, calibration=None, digest=DIGEST, artifacts=tmp_path
     )[0]
     alone = [model.model(torch.tensor([ids]), use_cache=False)[0][0, -1] for ids in TEXTS]
-    requests = [Request([*ids, 0], len(ids), i, i) for i, ids in enumerate(TEXTS)]
+    requests = [Request(array("i", [*ids, 0]), len(ids), i, i) for i, ids in enumerate(TEXTS)]
     (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
     batch = pack.collate(requests)
     rows = [batch.rows[batch.scored.row[list(batch.scored.index).index(i)]] for i in range(3)]

@@ -21,8 +21,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -36,13 +38,13 @@ from qbench.records import DifferenceFromExact
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Token ids to score. ``tokens`` are context and continuation, ``context`` is how many of them
-    are context. ``owner`` is the index of the lm-eval request that it belongs to, which has several
-    of these if it is cut into rolling windows. ``first`` is the index of its first scored token
-    among all of the call.
+    """Token ids to score. ``tokens`` (C ints) are context and continuation, ``context`` is how many
+    of them are context. ``owner`` is the index of the lm-eval request that it belongs to, which has
+    several of these if it is cut into rolling windows. ``first`` is the index of its first scored
+    token among all of the call.
     """
 
-    tokens: list[int]
+    tokens: array[int]
     context: int
     owner: int
     first: int = 0
@@ -52,7 +54,7 @@ class Request:
         """Return how many tokens are scored: those of the continuation."""
         return len(self.tokens) - self.context
 
-    def inputs(self, max_length: int) -> list[int]:
+    def inputs(self, max_length: int) -> array[int]:
         """Return the model's input ids: all tokens but the last, without the oldest if they are
         more than ``max_length``."""
         return self.tokens[-(max_length + 1) : -1]
@@ -66,6 +68,11 @@ class Requests(list[Request]):
         super().__init__(requests)
         self._plans: dict[Any, list[Any]] = {}
 
+    @cached_property
+    def largest(self) -> int:
+        """Return the largest token id."""
+        return max(max(request.tokens) for request in self)
+
     def plan(self, batching: Padding | Packing, *, windows: bool) -> list[Any]:
         """Return ``batching.plan`` of the requests; twice the same object."""
         if (batching, windows) not in self._plans:
@@ -78,7 +85,9 @@ def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> Re
     are numbered in this order (``first``)."""
     requests, first = Requests(), 0
     for context, continuation, owner in parts:
-        requests.append(Request([*context, *continuation], len(context), owner, first))
+        tokens = array("i", context)
+        tokens.extend(continuation)
+        requests.append(Request(tokens, len(context), owner, first))
         first += len(continuation)
     return requests
 
@@ -162,7 +171,7 @@ def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
 
 THREADS = "TOKENIZERS_PARALLELISM"
 DIGEST = "qbench_digest"  # attribute of a tokenizer
-KEPT_CHARACTERS = 20_000_000  # of texts whose requests a process keeps, about 5 million tokens
+KEPT_CHARACTERS = 40_000_000  # of texts whose requests a process keeps, about 10 million tokens
 _kept: dict[Hashable, tuple[Requests, int]] = {}  # and the characters of each
 _encoding = threading.RLock()
 
@@ -374,13 +383,14 @@ class Padding:
             return group.length if self.one_length else 1
 
         for part in parts:
-            by_input: dict[tuple[int, ...], list[int]] = {}
+            by_input: dict[bytes, list[int]] = {}
             for i in part:
-                by_input.setdefault(tuple(requests[i].tokens[:-1]), []).append(i)
+                by_input.setdefault(requests[i].tokens[:-1].tobytes(), []).append(i)
             groups = []
-            for tokens, indexes in by_input.items():
+            for indexes in by_input.values():
                 longest = max((requests[i] for i in indexes), key=lambda r: r.scored)
-                groups.append(Group(longest, indexes, min(self.max_length, len(tokens))))
+                length = min(self.max_length, len(longest.tokens) - 1)
+                groups.append(Group(longest, indexes, length))
             groups.sort(key=lambda g: (-len(g.longest.tokens), g.longest.tokens))
             for _, alike in itertools.groupby(groups, angles):
                 left = list(alike)
@@ -503,8 +513,8 @@ class PrefixGroup:
     list, index of its suffix or −1 if the prefix is all of its input).
     """
 
-    prefix: list[int]
-    suffixes: list[list[int]]
+    prefix: array[int]
+    suffixes: list[array[int]]
     request_indices: list[tuple[int, int]]
 
     @property
@@ -570,7 +580,7 @@ class Pack(BatchPlan):
     def collate(self, requests: Sequence[Request]) -> PackedBatch:
         """Return the pack as a row of ids [1, T], with segments and what hidden states score;
         ``requests``: all that were planned."""
-        ids: list[int] = []
+        ids = array("i")
         positions, queries, keys, seen = [], [], [], []  # of each segment
         members, flat = [], []
         for group in self.groups:
@@ -612,34 +622,38 @@ def prefix_groups(
     ``batch_tokens`` or ``segments``. A context that is truncated to fit ``max_length`` is not
     shared, nor is one of a few tokens: every document's first rolling window has only the prefix
     token as its context."""
-    by_context: dict[tuple[int, ...], list[int]] = {}
+    by_context: dict[bytes, list[int]] = {}
     for i, request in enumerate(requests):
         cut = len(request.tokens) - 1 > max_length
         separate = cut or request.context < LEAST
-        shared = request.tokens[:-1] if separate else request.tokens[: request.context]
-        by_context.setdefault(tuple(shared), []).append(i)
+        shared = request.tokens[: -1 if separate else request.context]
+        by_context.setdefault(shared.tobytes(), []).append(i)
     groups = []
     for context, request_indices in by_context.items():
-        parts, tokens = [list[int]()], len(context)
+        if len(request_indices) == 1:
+            (i,) = request_indices
+            groups.append(PrefixGroup(requests[i].inputs(max_length), [], [(i, -1)]))
+            continue
+        length = len(context) // array("i").itemsize
+        parts, tokens = [list[int]()], length
         for i in request_indices:
-            more = len(requests[i].tokens) - len(context)
+            more = len(requests[i].tokens) - length
             full = tokens + more > batch_tokens or len(parts[-1]) + 1 >= segments
             if parts[-1] and full:
                 parts.append([])
-                tokens = len(context)
+                tokens = length
             parts[-1].append(i)
             tokens += more
         for part in parts:
             inputs = [requests[i].inputs(max_length) for i in part]
-            # the context is shared, unless it is cut: then it is all of a single input
-            after = min(len(context), len(inputs[0]))
-            after += len(os.path.commonprefix([ids[after:] for ids in inputs]))  # noqa: RUF071  of lists, not of paths
-            suffixes: dict[tuple[int, ...], int] = {}
+            after = min(length, len(inputs[0]))  # of a single input, it may be cut
+            first, last = (each([ids[after:] for ids in inputs]) for each in (min, max))
+            after += next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), len(first))  # noqa: B905
+            suffixes: dict[bytes, int] = {}
             members = []
             for i, ids in zip(part, inputs, strict=True):
-                rest = tuple(ids[after:])
+                rest = ids[after:].tobytes()
                 members.append((i, suffixes.setdefault(rest, len(suffixes)) if rest else -1))
-            groups.append(
-                PrefixGroup(inputs[0][:after], [list(each) for each in suffixes], members)
-            )
+            rests = [array("i", each) for each in suffixes]
+            groups.append(PrefixGroup(inputs[0][:after], rests, members))
     return groups

@@ -35,9 +35,9 @@ from qbench.evaluation.scoring.batching import (
     JoinedBatch,
     PackedBatch,
     Packing,
-    Request,
     Scored,
     join,
+    to_requests,
 )
 from qbench.evaluation.settings import ScoringSettings
 from qbench.streaming import lockstep
@@ -411,7 +411,7 @@ def packing_difference(model: Any, decoder: torch.nn.Module) -> float:
     """
     ids = (np.arange(1, 65) * 7 % len(model.get_input_embeddings().weight)).tolist()
     texts = [(ids[i : i + 6], ids[i + j : i + j + 3]) for i in range(0, 64, 16) for j in (6, 10)]
-    requests = [Request(a + b, len(a), owner) for owner, (a, b) in enumerate(texts)]
+    requests = to_requests((*pair, owner) for owner, pair in enumerate(texts))
     [pack] = Packing(max_length=len(ids), batch_tokens=1024).plan(requests, windows=False)
     batch = pack.collate(requests)
     packed = PackedForward(model, decoder, name=WITH_MASKS)(batch)

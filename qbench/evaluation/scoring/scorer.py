@@ -307,6 +307,7 @@ class Scorer(LM):
         windows = kind == "loglikelihood_rolling"
         if windows or kind == "loglikelihood":
             requests = self._requests(instances, windows=windows)
+            check_tokens([[requests.largest]], self._embedded)
             if backend := self.fast or self.exact:
                 requests.plan(backend.batching, windows=windows)
 
@@ -348,7 +349,7 @@ class Scorer(LM):
                 f"a continuation of {longest} tokens does not fit into "
                 f"evaluation.max_length {most}; raise max_length, or leave the task out"
             )
-        check_tokens((request.tokens for request in requests), self._embedded)
+        check_tokens([[requests.largest]], self._embedded)
         truncated = sum(len(request.tokens) > most + 1 for request in requests)
         self._counts.add_requests(task, len(requests), truncated, most)
         lengths = np.zeros(len(instances), dtype=np.int64)
