@@ -343,8 +343,9 @@ def _digest(task: ConfigurableTask, answers: AnswerSettings | None = None) -> st
         documents += list(task.sampler.df)
     if answers is not None:
         documents.append(asdict(answers))
+    encode = json.JSONEncoder(sort_keys=True, default=_written).encode
     for document in documents:
-        total.update(json.dumps(document, sort_keys=True, default=_written).encode())
+        total.update(encode(document).encode())
     return total.hexdigest()
 
 
