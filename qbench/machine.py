@@ -340,9 +340,7 @@ def set_library_env() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-UNUSED = ("hqq", "torchao", "sklearn", "scipy")
-
-
+UNUSED = ("hqq", "torchao", "sklearn", "scipy", "torchvision", "torchaudio")
 COMPILER = "torch._dynamo"
 INDEXING = f"{COMPILER}._trace_wrapped_higher_order_op"
 MARKS = ("allow_in_graph", "assume_constant_result", "disable")
@@ -368,10 +366,12 @@ def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
 def import_transformers() -> None:
     """Import transformers' code of models without what no cell needs: hqq (for a cache), torchao
     (for saving models), scikit-learn (for assisted decoding), SciPy (for losses of detectors),
-    torch's compiler and tensors over several machines. They take half of the time. The search of
-    all installed files for flash-attn is skipped too, and its own files are read once."""
+    what reads images and sound (TorchVision imports torch's compiler), the compiler itself and
+    tensors over several machines. They take half of the time. The search of all installed files for
+    flash-attn is skipped too, and its own files are read once."""
     from unittest.mock import patch  # slow to import
 
+    import torch  # whole: a thread may be at it, and needs its parts
     import torch.distributed
 
     # None is Python's own way to say that a module cannot be imported
@@ -389,7 +389,7 @@ def import_transformers() -> None:
     try:
         with lookup, patch.object(torch.distributed, "is_available", lambda: False):
             _read_models_once()
-            for name in ("modeling_utils", "generation.utils"):
+            for name in ("modeling_utils", "generation.utils", "models.llama.modeling_llama"):
                 importlib.import_module(f"transformers.{name}")
     finally:
         for name, module in hidden.items():

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from small_recipe import DEMO, SOFTPICK, run_small, small_recipe
 
-import qbench.cell
+import qbench.cell_tasks
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.runner.grid import run_cells
@@ -17,7 +17,7 @@ TASKS = ("demo_choice", "demo_lastword", "demo_pages")
 def run(tmp_path, monkeypatch):
     """Run tasks in a cache; return the records and the (cell, task) pairs that were scored."""
     scored = []
-    ask = qbench.cell.ask
+    ask = qbench.cell_tasks.ask
 
     def counting(model, task, settings):
         scored.append(task.name)
@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return ask(model, task, settings)
 
-    monkeypatch.setattr(qbench.cell, "ask", counting)
+    monkeypatch.setattr(qbench.cell_tasks, "ask", counting)
 
     def run_tasks(*tasks, out="out", cache="cache", killed=None, **settings):
         run_tasks.killed = killed

@@ -54,10 +54,14 @@ def test_what_tables_load_is_imported_while_a_run_works(tmp_path):
     assert not {"pandas", "pyarrow", "pyarrow.parquet", "scipy"} & set(loaded)
 
 
-def test_workers_import_torchs_compiler_when_it_is_used_only():
-    """Python code of torch asks it, too, as a model is made, what it need not look into."""
+def test_workers_import_torchs_compiler_when_it_is_used_only(tmp_path):
+    """Python code of torch asks it, too, as a model is made, what it need not look into, and
+    TorchVision imports it."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("import torch._dynamo.utils")
     before, used = python(
-        "import sys, qbench.runner.preload, torch\n"
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "import qbench.runner.preload, torch\n"
         "with torch.device('meta'): 2.0 ** torch.arange(0.0, 4.0, 2.0)\n"
         "print(*sys.modules)\n"
         "from transformers import masking_utils\n"
@@ -69,6 +73,26 @@ def test_workers_import_torchs_compiler_when_it_is_used_only():
     assert not [name for name in names if name.startswith(("torch._dynamo.", "torch._inductor"))]
     assert not {"hqq", "torchao", "torch.distributed.tensor", "triton"} & set(names)
     assert used == "2.0"
+
+
+def test_workers_import_lm_eval_beside_weights_their_fork_server_before():
+    code = "import multiprocessing, sys, qbench.runner.preload; print(*sys.modules)"
+    assert "qbench.cell_tasks" in python(code).split()
+    child = "multiprocessing.process._parent_process = 1"
+    names = python(code.replace("sys,", f"sys\n{child}\nimport")).split()
+    assert "qbench.cell" in names
+    assert not {"lm_eval", "datasets", "pandas"} & set(names)
+
+
+def test_a_worker_imports_its_libraries_while_a_thread_imports_pytorch():
+    """The one waits for the other: two that import parts of PyTorch at a time end the process."""
+    said = python(
+        "import threading\n"
+        "from qbench.machine import import_transformers\n"
+        "thread = threading.Thread(target=__import__, args=('torch',)); thread.start()\n"
+        "import_transformers(); thread.join(); print('done')"
+    )
+    assert said == "done\n"
 
 
 def test_transformers_reads_each_model_file_once_and_finds_all_it_finds_by_itself():

@@ -17,6 +17,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from concurrent.futures import ThreadPoolExecutor as Threads
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
+from importlib.util import find_spec
 from multiprocessing import (
     active_children,
     forkserver,
@@ -255,9 +256,12 @@ def begin(gpu: int | None) -> None:
 
 
 def start_gpu() -> None:
-    """Create the context in which PyTorch will use this process's first GPU, if there is one, and
-    have the kernels loaded that every model runs. Together that takes as long as importing PyTorch,
-    mostly without Python's lock: other threads import meanwhile."""
+    """Load PyTorch's libraries, create the context in which it will use this process's first GPU,
+    if there is one, and have the kernels loaded that every model runs. Together that takes as long
+    as importing PyTorch, mostly without Python's lock: other threads import meanwhile."""
+    if (torch := find_spec("torch")) and torch.origin:
+        with suppress(OSError):  # said where it is imported
+            ctypes.CDLL(os.path.join(os.path.dirname(torch.origin), "lib", "libtorch_python.so"))
     device, context = ctypes.c_int(), ctypes.c_void_p()
     with suppress(OSError):  # no driver
         driver = ctypes.CDLL("libcuda.so.1")

@@ -17,7 +17,7 @@ from quick_cells import Quick
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench import store as module
-from qbench.cell import _Evaluation
+from qbench.cell_tasks import Evaluation
 from qbench.checkpoints.find import elements
 from qbench.cli.run import HELD, estimate, plan_lines
 from qbench.comparison.compare import compare
@@ -301,7 +301,7 @@ def test_a_cell_waits_for_the_hidden_states_of_the_unquantized_one(tmp_path, mon
             at_work.unlink() if ends else run(base, plan_, others, SilentProgress(), tmp_path)
         return at_work.exists()
 
-    monkeypatch.setattr("qbench.cell._Evaluation._base_works", works)
+    monkeypatch.setattr("qbench.cell_tasks.Evaluation._base_works", works)
     record = run(cell, plan_, store, SilentProgress(), tmp_path, base_at_work=at_work)
     assert [stage.name for stage in record.stages][-2:] == ["wait", "evaluate"]
     if ends:
@@ -321,8 +321,8 @@ def test_kl_of_some_tasks_is_not_shown_if_the_unquantized_cell_ends_before_the_o
     run(base, plan_, Store(tmp_path / "another out"), SilentProgress(), tmp_path)
     module.baseline_file(tmp_path, module.task_key(base.key_parts, "demo_choice")).unlink()
     at_work.touch()
-    judged, judge, sleep = Event(), _Evaluation._judge, time.sleep
-    monkeypatch.setattr(_Evaluation, "_judge", lambda *a: (judge(*a), judged.set())[0])
+    judged, judge, sleep = Event(), Evaluation._judge, time.sleep
+    monkeypatch.setattr(Evaluation, "_judge", lambda *a: (judge(*a), judged.set())[0])
 
     def wait(seconds):
         if judged.wait(0):
@@ -330,7 +330,7 @@ def test_kl_of_some_tasks_is_not_shown_if_the_unquantized_cell_ends_before_the_o
         sleep(seconds)
 
     # cells' alone: threads of libraries sleep too
-    monkeypatch.setattr("qbench.cell.time", SimpleNamespace(**{**vars(time), "sleep": wait}))
+    monkeypatch.setattr("qbench.cell_tasks.time", SimpleNamespace(**{**vars(time), "sleep": wait}))
     record = run(cell, plan_, store, SilentProgress(), tmp_path, base_at_work=at_work)
     assert record.damage.retry
     assert {score.task for score in record.scores} == {"demo_lastword", "demo_choice"}
