@@ -402,10 +402,6 @@ def plan(
             names = ", ".join(scores)
             raise RecipeError(f"primary: no task has {recipe.primary}; possible: {names}")
     calibration = find_calibration(recipe)
-    if calibration is not None:
-        paths = (checkpoint.folder / "tokenizer.json" for checkpoint in checkpoints.values())
-        for path in {file_digest(path): path for path in paths if path.is_file()}.values():
-            require_windows(calibration, path)
     if device == "cuda" and gpu is None:
         gpu = hardware(device)
     planned = Plan(
@@ -423,8 +419,13 @@ def plan(
         shapes = {} if recipe.without_baseline else linear_shapes(checkpoint)
         cells += _cells(planned, name, checkpoint, shapes)
     planned = replace(planned, cells=tuple(cells))
+    chosen = planned.select(only)
+    folders = {cell.checkpoint.folder for cell in chosen if cell.calibration is not None}
+    paths = (folder / "tokenizer.json" for folder in sorted(folders))
+    for path in {file_digest(path): path for path in paths if path.is_file()}.values():
+        require_windows(calibration, path)
     if not show:
-        require_runnable(planned.select(only))
+        require_runnable(chosen)
     return planned
 
 

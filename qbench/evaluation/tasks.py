@@ -168,10 +168,10 @@ def task_names(definitions: Path | None = None) -> list[str]:
 def _find(kind: str, name: str, definitions: Path | None) -> Path | None:
     """Return the file that says ``task: name`` or ``group: name``; None if there is none."""
     paths = (index.get((kind, name)) for index in _indexes(definitions))
-    return next((path for path in paths if path), None)
+    return next((Path(path) for path in paths if path), None)
 
 
-def _indexes(definitions: Path | None) -> Iterator[dict[tuple[str, str], Path]]:
+def _indexes(definitions: Path | None) -> Iterator[dict[tuple[str, str], str]]:
     """Yield (kind, name) → first file that defines it, by path, of the user's folder, ours and
     lm-eval's. The user's is read each time: a notebook may add definitions."""
     if definitions is not None:
@@ -179,9 +179,9 @@ def _indexes(definitions: Path | None) -> Iterator[dict[tuple[str, str], Path]]:
     yield from map(_installed_index, INSTALLED)
 
 
-def _read_index(folder: Path) -> dict[tuple[str, str], Path]:
+def _read_index(folder: Path) -> dict[tuple[str, str], str]:
     """Return (``task`` or ``group``, name) → the first file below ``folder`` that defines it."""
-    paths: dict[tuple[str, str], Path] = {}
+    paths: dict[tuple[str, str], str] = {}
     for path, text in _texts(folder, (".yaml",)):
         for kind, name in NAMES.findall(text):
             paths.setdefault((kind, name), path)
@@ -191,9 +191,9 @@ def _read_index(folder: Path) -> dict[tuple[str, str], Path]:
 _installed_index = functools.cache(_read_index)
 
 
-def _texts(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+def _texts(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield the files below ``folder`` with one of the ``suffixes``, in order, and their texts."""
-    files, seen = list[Path](), 0
+    files, seen = list[str](), 0
     for parent, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         seen += len(names) + len(folders)
@@ -203,9 +203,10 @@ def _texts(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, str]
                 "the YAML files alone"
             )
         visible = (name for name in names if not name.startswith("."))
-        files += [Path(parent, name) for name in visible if name.endswith(suffixes)]
-    for path in sorted(files):
-        yield path, path.read_bytes().decode(errors="replace")
+        files += [os.path.join(parent, name) for name in visible if name.endswith(suffixes)]
+    for path in sorted(files, key=lambda path: path.split(os.sep)):
+        with open(path, "rb", buffering=0) as file:  # of 14,000: pathlib would take half of it
+            yield path, file.read().decode(errors="replace")
 
 
 def _children(name: str, config: dict[str, Any]) -> Iterator[str]:
@@ -240,7 +241,7 @@ def _tagged(tag: str, definitions: Path | None) -> list[str]:
     word = re.compile(rf"(?<![\w-]){re.escape(tag)}(?![\w-])")
     tasks: set[str] = set()
     for folder in (*([] if definitions is None else [definitions]), *INSTALLED):
-        texts = dict(_texts(folder, ("yaml", "yml")))
+        texts = {Path(path): text for path, text in _texts(folder, ("yaml", "yml"))}
         names = {path for path, text in texts.items() if "tag" in text and word.search(text)}
         todo = set(names)
         while todo:  # files that include one of these, and so on
