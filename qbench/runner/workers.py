@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as Threads
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import (
     active_children,
@@ -208,7 +208,6 @@ class _Slot:
 _early: list[_Slot] = []  # at most one, that no Workers has taken yet
 
 
-@cache
 def start_early() -> None:
     """Start and preload the process on GPU 0 of the next ``Workers`` now, if there is a GPU, beside
     the imports of the command itself: nothing else before a cell takes as long as the process's

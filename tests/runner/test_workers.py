@@ -149,12 +149,10 @@ def test_more_processes_share_a_gpu_whose_memory_holds_more_cells(monkeypatch):
 @pytest.fixture
 def early(monkeypatch):
     monkeypatch.setattr(workers, "visible_gpus", lambda: ["a GPU"])
-    start_early.cache_clear()
     start_early()
     [slot] = workers._early
     yield {process.pid for process in slot._processes}
     drop_early()
-    start_early.cache_clear()
 
 
 def test_a_process_that_was_started_early_is_the_first_of_a_run(early):
