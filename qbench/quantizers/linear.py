@@ -81,8 +81,7 @@ class QuantizedEmbedding(nn.Module):
 
     @property
     def layer(self) -> nn.Module:
-        """Return the quantized layer in whose weight tokens are looked up; it may be the
-        LM head."""
+        """Return the quantized layer that holds the table; it may be the LM head."""
         return self._layer[0]
 
     @property
@@ -92,8 +91,7 @@ class QuantizedEmbedding(nn.Module):
         return layer.dequantize() if hasattr(layer, "dequantize") else layer.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of ``weight`` for token ``ids``, as the replaced embedding
-        looks them up."""
+        """Return the rows of ``weight`` for token ``ids``, by the forward of the embedding."""
         return functional_call(self._embedding[0], {"weight": self.weight}, (ids,))
 
 

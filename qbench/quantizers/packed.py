@@ -91,10 +91,8 @@ def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]
     of the GPTQ paper. Scales are rounded to float16, as they are stored, so that weights are
     rounded to the values that will be used.
     """
-    low, high = (
-        weight.amin(-1, keepdim=True).clamp(max=0),
-        weight.amax(-1, keepdim=True).clamp(min=0),
-    )
+    low = weight.amin(-1, keepdim=True).clamp(max=0)
+    high = weight.amax(-1, keepdim=True).clamp(min=0)
     steps = 2**bits - 1
     if symmetric:
         high = torch.maximum(-low, high)

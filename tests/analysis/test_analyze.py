@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
-def own(analyzed, tmp_path):
+def copied(analyzed, tmp_path):
     """A copy of it that may be changed."""
     return analyzed[0], shutil.copytree(analyzed[1], tmp_path / "out")
 
@@ -38,7 +38,7 @@ def test_only_the_text_that_is_read_needs_its_data(undrawn, tmp_path, options, s
         shutil.copytree(PAGES, data / "demo_pages")
     given = ("--data", data, "--out", out, *options)
     assert qbench("analyze", small_recipe(tmp_path), *given, *SHORT) == 0
-    assert {(one.status, one.text.source) for one in Analyses(out).records()} == {("ok", source)}
+    assert {(r.status, r.text.source) for r in Analyses(out).records()} == {("ok", source)}
 
 
 def test_a_text_without_its_data_is_named(tmp_path):
@@ -72,19 +72,19 @@ def test_what_cannot_work_is_refused_and_leaves_what_was_meant_before(
 
 
 def finished(out):
-    return {one.cell: one.finished for one in Analyses(out).records()}
+    return {record.cell: record.finished for record in Analyses(out).records()}
 
 
 def test_the_unquantized_cells_are_analyzed_and_written_as_tables(analyzed):
     _, out = analyzed
     result = Analyses(out).records()
-    assert [one.cell for one in result] == ["softmax/fp32", "softpick/fp32"]
-    for one in result:
-        assert one.status == "ok"
-        assert one.text.samples == 2
-        assert one.text.length == 32
-        assert one.key_parts["analysis"]["length"] == 32
-        assert {stage.name for stage in one.stages} == {"load", "analyze"}
+    assert [record.cell for record in result] == ["softmax/fp32", "softpick/fp32"]
+    for record in result:
+        assert record.status == "ok"
+        assert record.text.samples == 2
+        assert record.text.length == 32
+        assert record.key_parts["analysis"]["length"] == 32
+        assert {stage.name for stage in record.stages} == {"load", "analyze"}
     assert result[0].measured.zeros == 0 < result[1].measured.zeros
     assert result[0].text.tokens == result[1].text.tokens  # one tokenizer, one text
     text = (out / "analysis" / "tables.md").read_text()
@@ -95,8 +95,8 @@ def test_the_unquantized_cells_are_analyzed_and_written_as_tables(analyzed):
     assert figures == {"boxes.svg", "sinks.svg"}
 
 
-def test_a_second_analysis_computes_nothing_unless_forced_or_damaged(own, undrawn, capfd):
-    path, out = own
+def test_a_second_analysis_computes_nothing_unless_forced_or_damaged(copied, undrawn, capfd):
+    path, out = copied
     before = finished(out)
     assert qbench("analyze", path, "--out", out, *SHORT) == 0
     assert finished(out) == before
@@ -116,33 +116,33 @@ def test_a_second_analysis_computes_nothing_unless_forced_or_damaged(own, undraw
 
 
 def test_another_text_or_length_is_another_key_and_the_old_analysis_stays(
-    own, undrawn, tmp_path, capfd
+    copied, undrawn, tmp_path, capfd
 ):
-    path, out = own
-    keys = {one.cell: one.key for one in Analyses(out).records()}
+    path, out = copied
+    keys = {record.cell: record.key for record in Analyses(out).records()}
     text = tmp_path / "own.jsonl"
     pages = (DEMO / "data" / "demo_pages" / "test.jsonl").read_text().splitlines()[:3]
     text.write_text("\n".join([json.dumps({"page": "short"}), *pages]))
     options = ("--text", text, "--field", "page", "--only", "softmax/fp32")
     assert qbench("analyze", path, "--out", out, *SHORT, *options) == 0
     assert "held analyses of other" in capfd.readouterr().err
-    (one,) = Analyses(out).records()
-    assert one.key != keys["softmax/fp32"]
-    assert (one.text.source, one.text.left_out) == ("own.jsonl, field page", 1)
-    assert "; 1 shorter one left out; " in texts_read([one])[0]
+    (record,) = Analyses(out).records()
+    assert record.key != keys["softmax/fp32"]
+    assert (record.text.source, record.text.left_out) == ("own.jsonl, field page", 1)
+    assert "; 1 shorter one left out; " in texts_read([record])[0]
     assert qbench("analyze", path, "--out", out, *SHORT, *options, "--no-bos") == 0
     (bare,) = Analyses(out).records()
-    assert bare.key != one.key
+    assert bare.key != record.key
     assert not bare.text.bos
     assert len(list((out / "analysis" / "softmax" / "fp32").glob("*.json"))) == 3
 
 
-def test_a_quantized_cell_is_quantized_audited_and_stands_beside_its_damage(own):
-    path, out = own
+def test_a_quantized_cell_is_quantized_audited_and_stands_beside_its_damage(copied):
+    path, out = copied
     assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*") == 0
     only = ("--only", "softmax/rtn-4bit")
     assert qbench("analyze", path, "--out", out, *SHORT, *only) == 0
-    result = {one.cell: one for one in Analyses(out).records()}
+    result = {record.cell: record for record in Analyses(out).records()}
     quantized, whole = result["softmax/rtn-4bit"], result["softmax/fp32"]
     assert {stage.name for stage in quantized.stages} == {"load", "quantize", "audit", "analyze"}
     assert [i.name for i in quantized.measured.inputs] == [i.name for i in whole.measured.inputs]
@@ -161,8 +161,8 @@ def test_a_quantized_cell_is_quantized_audited_and_stands_beside_its_damage(own)
         qbench("view", out, "--export", out / "site")
 
 
-def test_texts_may_be_longer_than_the_context(own, tmp_path):
-    path, _ = own
+def test_texts_may_be_longer_than_the_context(copied, tmp_path):
+    path, _ = copied
     options = ("--only", "softpick/fp32", "--length", 300, "--samples", 2)
     assert qbench("analyze", path, "--out", tmp_path, *options) == 0
     (longer,) = Analyses(tmp_path).records()
@@ -172,8 +172,8 @@ def test_texts_may_be_longer_than_the_context(own, tmp_path):
     assert float(values["stretches.2.loss"]) == longer.measured.stretches[2].loss
 
 
-def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, monkeypatch, capfd):
-    (path, out), only = own, ("--only", "softmax/fp32")
+def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(copied, undrawn, monkeypatch, capfd):
+    (path, out), only = copied, ("--only", "softmax/fp32")
     shutil.rmtree(out / "analysis" / "softmax")
     with monkeypatch.context() as broken:
         broken.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
@@ -190,8 +190,8 @@ def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, mon
     assert Analyses(out).records() == good  # not replaced
 
 
-def test_texts_that_are_too_short_are_named(own, undrawn, capfd):
-    path, out = own
+def test_texts_that_are_too_short_are_named(copied, undrawn, capfd):
+    path, out = copied
     only = ("--only", "softmax/fp32", "--length", 400)
     assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
     assert "its longest text has 320 tokens, 399 are needed; lower --length" in (
@@ -224,17 +224,17 @@ def results():
 def seeds(results):
     """The pair twice, as two trainings of each kind; the second with twice the kurtosis."""
 
-    def twice(analyses, second=lambda one: one):
+    def twice(analyses, second=lambda record: record):
         return tuple(
-            made.model_copy(update={"checkpoint": f"{one.checkpoint}.{number}"})
-            for one in analyses
-            for number, made in ((1, one), (2, second(one)))
+            made.model_copy(update={"checkpoint": f"{record.checkpoint}.{number}"})
+            for record in analyses
+            for number, made in ((1, record), (2, second(record)))
         )
 
-    def doubled(one):
-        hidden = one.measured.hidden
+    def doubled(record):
+        hidden = record.measured.hidden
         hidden = hidden.model_copy(update={"kurtosis": 2 * hidden.kurtosis})
-        return one.model_copy(update={"measured": one.measured.model_copy(
+        return record.model_copy(update={"measured": record.measured.model_copy(
             update={"hidden": hidden})})  # fmt: skip
 
     return replace(
@@ -258,9 +258,9 @@ def test_table_4_and_the_damage_are_means_over_seeds(seeds):
 def test_the_csv_has_every_number_in_full_precision(results):
     rows = list(csv.DictReader(analyses_csv(results).splitlines()))
     values = {(row["key"], row["measure"]): row["value"] for row in rows}
-    one = results.cells[0]
-    mass = one.measured.layers[3].heads[2].mass
-    assert float(values[one.key, "layers.3.heads.2.mass"]) == mass
+    record = results.cells[0]
+    mass = record.measured.layers[3].heads[2].mass
+    assert float(values[record.key, "layers.3.heads.2.mass"]) == mass
     alone = results.sensitivities[0]
     unit = alone.units[0]
     assert float(values[alone.key, f"{unit.name}.kl.value"]) == unit.kl.value
@@ -270,6 +270,7 @@ def test_the_csv_has_every_number_in_full_precision(results):
 def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
     shutil.copytree(PAIR / "analysis", tmp_path / "analysis")
     analyses = Analyses(tmp_path)
-    for one in analyses.records():
-        analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
+    for record in analyses.records():
+        failed = {"status": "failed", "error": "no", "measured": None}
+        analyses.put(record.model_copy(update=failed))
     assert load_analyses(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)

@@ -122,10 +122,10 @@ def seen(*layers, batch=2):
     """States of layers, each taken in ``batch`` texts at a time."""
     result = []
     for index, layer in enumerate(layers):
-        one = States()
+        states = States()
         for first in range(0, len(layer), batch):
-            one.add(layer[first : first + batch], layer=index, first=first)
-        result.append(one)
+            states.add(layer[first : first + batch], layer=index, first=first)
+        result.append(states)
     return result
 
 
@@ -161,10 +161,10 @@ def test_extremes_and_medians_are_of_each_text():
 def test_an_activation_is_massive_above_100_and_1000_medians(value, scale, massive):
     layer = torch.full((3, 17, 24), scale)
     layer[2, 5, 7] = value
-    one = States()
-    assert one.add(layer[:2], layer=4, first=0) == []
-    result = one.add(layer[2:], layer=4, first=2)
-    assert one.massive == massive
+    states = States()
+    assert states.add(layer[:2], layer=4, first=0) == []
+    result = states.add(layer[2:], layer=4, first=2)
+    assert states.massive == massive
     expected = [Massive(value, pytest.approx(abs(value) / scale), 4, 2, 5, 7)]
     assert result == (expected if massive else [])
 
@@ -172,10 +172,10 @@ def test_an_activation_is_massive_above_100_and_1000_medians(value, scale, massi
 def test_of_many_massive_activations_the_largest_are_kept_and_all_are_counted():
     layer = torch.full((1, 100, 100), 0.01)
     layer[0, :2] = torch.arange(200.0, 400.0).reshape(2, 100)
-    one = States()
-    result = one.add(layer, layer=0, first=0)
-    assert one.massive == 200
-    assert sorted(one.value for one in result) == list(range(400 - MASSIVE_KEPT, 400))
+    states = States()
+    result = states.add(layer, layer=0, first=0)
+    assert states.massive == 200
+    assert sorted(massive.value for massive in result) == list(range(400 - MASSIVE_KEPT, 400))
 
 
 # Quantiles from counts of bit patterns against sorted values.

@@ -352,8 +352,8 @@ def changed(copy: Path, folder: Path, change, **config) -> Path:
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     if config:
-        stated = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(stated | config))
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | config))
     return folder
 
 

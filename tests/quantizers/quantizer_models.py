@@ -75,17 +75,17 @@ def calibration(seed: int = 1) -> Calibration:
 PROBE = ids(2, 2, 23)
 
 
-def parse(name: str, stated: dict[str, Any] | None = None) -> QuantizationConfig:
+def parse(name: str, options: dict[str, Any] | None = None) -> QuantizationConfig:
     """Of weights alone, by their name and ``stated`` options."""
-    return config_of({"name": name, **(stated or {})})
+    return config_of({"name": name, **(options or {})})
 
 
-def settings(name: str, **stated: object) -> QuantizationConfig:
+def settings(name: str, **options: object) -> QuantizationConfig:
     """Of a tiny model: groups of 32, float32."""
     chosen: dict[str, object] = {"compute_dtype": "float32", "group_size": 32}
     if not name.startswith(("rtn", "gptq", "hqq")):
         del chosen["group_size"]
-    return parse(name, {**chosen, **stated})
+    return parse(name, {**chosen, **options})
 
 
 def make_with_detail(

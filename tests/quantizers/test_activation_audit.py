@@ -134,10 +134,10 @@ def test_clipping_is_measured(folder):
 
 
 def test_groups_that_do_not_divide_a_layer_are_for_the_others_where_it_is_left_out(folder):
-    stated = {"name": "int8-token", "group_size": 64}
+    options = {"name": "int8-token", "group_size": 64}
     with pytest.raises(QuantizationError, match=r"groups of 64 .*down_proj \(160\)"):
-        make(of(stated), folder)
-    chosen = of({**stated, "ignore": ["down_proj"]})
+        make(of(options), folder)
+    chosen = of({**options, "ignore": ["down_proj"]})
     assert check(make(chosen, folder), chosen).problems == ()
 
 

@@ -54,7 +54,7 @@ def test_planted_faults_are_found(results):
     lengths = {row.quantizer: row for row in comparison.lines if row.metric == "length"}
     assert lengths["end"].of("damages")["base"].high < 0  # shorter, on the logarithm
     assert lengths["end"].of("damages")["base"].significant
-    differing = {name.split("/")[1]: one.other_prompts for name, one in comparison.answers.items()}
+    differing = {name.split("/")[1]: a.other_prompts for name, a in comparison.answers.items()}
     assert differing == {"kv8": 0, "kv3": 0, "good": 0, "line": 60, "end": 0}
     tables = (results.directory / "tables.md").read_text()
     assert "line renders 60 of 60 prompts differently" in tables

@@ -114,13 +114,14 @@ def test_what_a_killed_process_left_half_made_is_no_artifact_and_is_removed(tmp_
     at = path_of(tmp_path, chosen)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    own = temporary(at)
-    other = tmp_path / "another checkpoint" / own.name.replace(f".{os.getpid()}.", f".{dead.pid}.")
-    for half in (own, other):
+    unfinished = temporary(at)
+    name = unfinished.name.replace(f".{os.getpid()}.", f".{dead.pid}.")
+    other = tmp_path / "another checkpoint" / name
+    for half in (unfinished, other):
         half.parent.mkdir(parents=True, exist_ok=True)
         half.write_bytes(b"half")
     assert make_with_detail(chosen, tmp_path)[1] == "round to nearest"
-    assert not own.exists()
+    assert not unfinished.exists()
     assert not other.exists()
 
 

@@ -100,12 +100,12 @@ BROKEN = [  # what is done to the layer or its model, settings, what the audit s
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("harm", "stated", "says"), BROKEN)
-def test_a_broken_layer_is_caught_and_named(rtn4, harm, stated, says):
+@pytest.mark.parametrize(("harm", "options", "says"), BROKEN)
+def test_a_broken_layer_is_caught_and_named(rtn4, harm, options, says):
     model = copy.deepcopy(rtn4)
     names = {"model": model, "inner": model.model, "layer": model.get_submodule(LAYER)}
     exec(harm, globals() | names | {"original": linears(llama())[LAYER]})
-    report = check(model, settings("rtn-4bit", **stated))
+    report = check(model, settings("rtn-4bit", **options))
     assert not report.passed
     assert any(says in problem for problem in report.problems)
     assert (report.left_out == (LAYER,)) == ("set_submodule(LAYER" in harm)
@@ -167,19 +167,19 @@ def test_columns_that_gptq_rounds_to_zeros_pass(name, part, change, dead, tmp_pa
     chosen, model = settings(name), llama()
     change(model.model.layers[1])
     report = check(make(chosen, tmp_path, model=copy.deepcopy(model)), chosen, model)
-    (module,) = [one for one in report.modules if one.name == f"model.layers.1.self_attn.{part}"]
+    (module,) = [m for m in report.modules if m.name == f"model.layers.1.self_attn.{part}"]
     assert module.dead_inputs == dead
     assert report.passed, report.problems
 
 
 @pytest.mark.parametrize("name", ["gptq-8bit", "rtn-8bit"])
 def test_columns_of_other_inputs_may_not_be_zeros(tmp_path, name):
-    stated = {"damp": 0.01, "group_aware": False} if name == "gptq-8bit" else {}
-    chosen, path = settings(name, **stated), "model.layers.1.self_attn.o_proj"
+    options = {"damp": 0.01, "group_aware": False} if name == "gptq-8bit" else {}
+    chosen, path = settings(name, **options), "model.layers.1.self_attn.o_proj"
     model = llama()
     linears(model)[path].weight.data[:, :8] = 0
     report = check(make(chosen, tmp_path, model=model), chosen)
-    (module,) = [one for one in report.modules if one.name == path]
+    (module,) = [m for m in report.modules if m.name == path]
     assert module.dead_inputs == 8
     problems = [line for line in report.problems if line.startswith(path)]
     words = "columns are zeros, which loses 1" if name == "gptq-8bit" else "weight error 0.3"
@@ -190,7 +190,7 @@ def test_columns_of_other_inputs_may_not_be_zeros(tmp_path, name):
 def test_the_gain_of_a_layer_is_that_of_its_scales(rtn4, factor):
     model = copy.deepcopy(rtn4)
     model.get_submodule(LAYER).scale *= factor
-    gains = {one.name: one.gain for one in check(model, settings("rtn-4bit")).modules}
+    gains = {module.name: module.gain for module in check(model, settings("rtn-4bit")).modules}
     assert gains.pop(LAYER) == pytest.approx(factor, abs=0.012)
     assert all(gain == pytest.approx(1, abs=0.012) for gain in gains.values())
 
@@ -200,10 +200,10 @@ def test_digests_say_whether_the_stored_bits_are_the_same(rtn4):
     first, second = check(rtn4, chosen), check(model, chosen)
     model.get_submodule(LAYER).scale[0, 0] *= 1.001
     third = check(model, chosen)
-    digests = [{one.name: one.digest for one in report.modules} for report in (first, third)]
+    digests = [{m.name: m.digest for m in report.modules} for report in (first, third)]
     assert first.digest == second.digest != third.digest
     assert len(set(digests[0].values())) == 14
-    assert {name for name, own in digests[1].items() if own != digests[0][name]} == {LAYER}
+    assert {name for name, digest in digests[1].items() if digest != digests[0][name]} == {LAYER}
 
 
 def test_a_kernel_whose_rows_owe_each_other_bits_is_no_leak_of_the_quantizer(rtn4):

@@ -49,7 +49,7 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
 
 
 @pytest.mark.parametrize(
-    ("name", "stated", "parts"),
+    ("name", "options", "parts"),
     [
         ("gptq-5bit", {}, ["gptq has no 5-bit; it has 2, 3, 4, 8"]),
         ("kv-int4-channel", {}, ["kv-int4-channel was removed: kv-int4-token with a group_size"]),
@@ -81,9 +81,9 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
         ("rtn-2bit", {"compute_dtype": "bf16"}, ["compute_dtype", "bfloat16", "'bf16'"]),
     ],
 )
-def test_what_is_impossible_is_refused_with_value_and_remedy(name, stated, parts):
+def test_what_is_impossible_is_refused_with_value_and_remedy(name, options, parts):
     with pytest.raises(RecipeError) as raised:
-        parse(name, stated)
+        parse(name, options)
     message = str(raised.value)
     assert "\n" not in message
     for part in parts:
@@ -172,8 +172,8 @@ def test_a_dtype_reaches_weights_that_are_left_out_and_those_of_parts(tmp_path):
 
 
 def test_all_settings_are_in_the_key_by_the_recipes_words():
-    stated = {"weights": "rtn-4bit", "kv": "int4-token", "outliers": "rotation"}
-    plain = config_of(stated, compute_dtype="float32").to_dict()
+    options = {"weights": "rtn-4bit", "kv": "int4-token", "outliers": "rotation"}
+    plain = config_of(options, compute_dtype="float32").to_dict()
     assert list(plain) == ["name", "method", "weights", "transform", "kv_cache"]
     assert plain["weights"] == parse("rtn-4bit", {"compute_dtype": "float32"}).to_dict()
     assert plain["kv_cache"]["name"] == "kv-int4-token"
@@ -187,9 +187,9 @@ def test_a_record_of_a_mix_is_read_whose_options_were_none_by_default():
 
 def test_cells_that_share_weights_quantize_them_once(tmp_path):
     """And what is calibrated beside them, with whatever weights."""
-    stated = {"weights": {"name": "gptq-4bit", "group_size": 32}}
+    options = {"weights": {"name": "gptq-4bit", "group_size": 32}}
     details = [
-        make_with_detail(config_of({**stated, **more}, compute_dtype="float32"), tmp_path)[1]
+        make_with_detail(config_of({**options, **more}, compute_dtype="float32"), tmp_path)[1]
         for more in (
             {"activations": "int8-static"},
             {},

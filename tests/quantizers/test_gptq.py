@@ -76,19 +76,19 @@ def gptqmodels(weight, x, chosen):
     """The weight as quantized, scales and zeros that gptqmodel's own class gives."""
     from gptqmodel.quantization import GPTQ, QuantizeConfig
 
-    stated, layer = chosen.weights, nn.Linear(*reversed(weight.shape), bias=False)
+    weights, layer = chosen.weights, nn.Linear(*reversed(weight.shape), bias=False)
     layer.weight.data = weight.clone()
     config = QuantizeConfig(
-        bits=stated.num_bits,
-        group_size=stated.group_size,
-        damp_percent=stated.damp,
-        desc_act=stated.desc_act,
-        act_group_aware=stated.order == "group-aware",
-        sym=stated.symmetric,
+        bits=weights.num_bits,
+        group_size=weights.group_size,
+        damp_percent=weights.damp,
+        desc_act=weights.desc_act,
+        act_group_aware=weights.order == "group-aware",
+        sym=weights.symmetric,
         offload_to_disk=False,
     )
     task = GPTQ(layer, qcfg=config)
-    task.quantizer.configure(bits=stated.num_bits, sym=stated.symmetric, perchannel=True)
+    task.quantizer.configure(bits=weights.num_bits, sym=weights.symmetric, perchannel=True)
     task.add_batch(x, None)
     with torch.no_grad():
         return task.quantize()[:3]
@@ -96,7 +96,7 @@ def gptqmodels(weight, x, chosen):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(
-    "stated",
+    "options",
     [
         {},
         {"symmetric": False, "group_size": 64, "group_aware": False},
@@ -107,9 +107,9 @@ def gptqmodels(weight, x, chosen):
     ],
     ids=str,
 )
-def test_weights_scales_and_zeros_are_gptqmodels_to_the_bit(bits, stated):
+def test_weights_scales_and_zeros_are_gptqmodels_to_the_bit(bits, options):
     weight, x = problem(32, 192)
-    chosen = settings(f"gptq-{bits}bit", **stated)
+    chosen = settings(f"gptq-{bits}bit", **options)
     actual = solve(weight, hessian(x), chosen)
     quantized, scale, zero = gptqmodels(weight, x, chosen)
     assert torch.equal(actual.weight, quantized)
@@ -149,15 +149,15 @@ def test_damping_is_raised_where_the_hessian_is_singular_and_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stated",
+    "options",
     [{}, {"group_size": 16, "desc_act": True}, {"group_size": -1},
      {"group_size": 192, "group_aware": False}, {"group_size": 48, "group_aware": True}],
     ids=str,
 )  # fmt: skip
-def test_a_block_may_get_the_errors_of_all_before_when_it_begins(stated, monkeypatch):
+def test_a_block_may_get_the_errors_of_all_before_when_it_begins(options, monkeypatch):
     """As on a GPU: in float64, without the ties of a symmetric grid's ends, codes are the same."""
     weight, x = problem(24, 576)
-    chosen, actual = settings("gptq-3bit", symmetric=False, **stated), []
+    chosen, actual = settings("gptq-3bit", symmetric=False, **options), []
     for left_looking in (False, True):
         monkeypatch.setitem(gptq.LEFT_LOOKING, "cpu", left_looking)
         actual.append(solve(weight.double(), hessian(x.double()), chosen))
@@ -267,11 +267,11 @@ def test_blocks_see_in_calibration_what_the_models_forward_shows_them(kind, tmp_
         lambda: quantize(model, chosen, calibration=text, digest="0" * 64, artifacts=tmp_path)[0],
     )
     with torch.no_grad():
-        own, _ = seen_by(
+        shown, _ = seen_by(
             made.model.layers, lambda: made(input_ids=text.ids.clone(), use_cache=False)
         )
-    assert calibrated.keys() == own.keys() == set(range(4))
-    for index, states in own.items():
+    assert calibrated.keys() == shown.keys() == set(range(4))
+    for index, states in shown.items():
         for actual, expected in zip(calibrated[index], states, strict=True):
             off = float((actual - expected).norm() / expected.norm())
             assert off < 5e-3, (index, off)  # scales are stored in float16

@@ -190,7 +190,7 @@ def test_the_key_of_a_mix_holds_the_program(tmp_path, monkeypatch):
         program.chmod(0o700)
         programs.append(versions(settings_of("gguf-q4_k_m").requirements)[program.name])
     assert programs[0] != programs[1]
-    assert all(one.startswith("sha256:") for one in programs)
+    assert all(program.startswith("sha256:") for program in programs)
 
 
 def tensors(file):

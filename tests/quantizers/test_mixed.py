@@ -16,8 +16,7 @@ def mixed(**layers):
 
 
 def weights(model):
-    one = torch.eye
-    return {n: m(one(m.in_features)).T for n, m in model.named_modules()
+    return {n: m(torch.eye(m.in_features)).T for n, m in model.named_modules()
             if hasattr(m, "in_features") and n != "lm_head"}  # fmt: skip
 
 
@@ -28,7 +27,7 @@ def test_each_layer_is_quantized_and_audited_by_the_first_pattern_that_matches(m
     model = make(chosen, tmp_path)
     report = check(model, chosen)
     assert report.problems == ()
-    assert {one.name.split(".")[-1] for one in report.modules if one.levels > 16} == {"down_proj"}
+    assert {m.name.split(".")[-1] for m in report.modules if m.levels > 16} == {"down_proj"}
     alone = {text: weights(make(config_of({"name": text, "compute_dtype": "float32"}), tmp_path))
              for text in layers.values() if text.startswith("rtn")}  # fmt: skip
     for name, weight in weights(model).items():
@@ -40,7 +39,7 @@ def test_gptq_of_two_widths_shares_a_hessian_and_each_width_is_audited(tmp_path)
     chosen = mixed(**{"*.q_proj": "gptq-8bit:group_size=32", "*": "gptq-3bit:group_size=32"})
     report = check(make(chosen, tmp_path), chosen)
     assert report.problems == ()
-    levels = {one.name.split(".")[-1]: one.levels for one in report.modules}
+    levels = {module.name.split(".")[-1]: module.levels for module in report.modules}
     assert levels["q_proj"] > 8 >= levels["k_proj"]
     same = mixed(**{"*.q_proj": "gptq-3bit:group_size=32", "*": "gptq-3bit:group_size=32"})
     plain = settings("gptq-3bit")

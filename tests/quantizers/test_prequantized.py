@@ -167,8 +167,8 @@ def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(tmp_p
 def with_cache(copy, folder, change=lambda tensors: None, **cache):
     """``copy`` that states a KV cache of 8-bit floats."""
     scheme = {"num_bits": 8, "type": "float", **cache}
-    stated = {**quantization_config(copy), "kv_cache_scheme": scheme}
-    return changed(copy, folder, change, quantization_config=stated)
+    config = {**quantization_config(copy), "kv_cache_scheme": scheme}
+    return changed(copy, folder, change, quantization_config=config)
 
 
 def test_a_cache_with_one_scale_for_a_whole_sequence_is_refused_with_the_measurement(
@@ -523,7 +523,7 @@ def test_options_alone_score_a_copy_beside_its_original_and_without_it(tmp_path,
     assert qbench("run", *what, "--out", "alone") == 0
     (alone,) = Store(tmp_path / "alone").records()
     assert (alone.cell, alone.audit) == ("mine/checkpoint", None)
-    assert [one.value for one in alone.scores] == [one.value for one in copy.scores]
+    assert [score.value for score in alone.scores] == [score.value for score in copy.scores]
 
 
 def test_two_checkpoints_need_to_know_whose_copy_it_is(tmp_path):

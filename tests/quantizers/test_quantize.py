@@ -52,13 +52,13 @@ CASES = [  # and bits per weight with scales and zeros
 
 
 @pytest.mark.parametrize(
-    ("name", "stated", "bits", "normalizer"),
+    ("name", "options", "bits", "normalizer"),
     [(*case, ("softmax", "softpick")[i % 2]) for i, case in enumerate(CASES)],
 )
 def test_every_quantizer_passes_its_audit_and_leaves_attention_alone(
-    name, stated, bits, normalizer, tmp_path
+    name, options, bits, normalizer, tmp_path
 ):
-    chosen = settings(name, **stated)
+    chosen = settings(name, **options)
     dtype = getattr(torch, chosen.compute_dtype)
     original, model = (llama(normalizer, dtype=dtype, bias=True) for _ in range(2))
     quantized = make(chosen, tmp_path, model=model)
@@ -335,5 +335,5 @@ def test_what_a_class_keeps_in_float32_stays_so(name, tmp_path):
     kept = [f"model.layers.{layer}.self_attn.indexer.weights_proj" for layer in (0, 1)]
     assert [n for n in report.left_out if n in kept] == kept
     assert report.left_out_because[kept[0]] == "kept in float32 by its class"
-    assert not [one for one in report.modules if one.name in kept]
+    assert not [module for module in report.modules if module.name in kept]
     assert not [line for line in report.problems if "weights_proj" in line], report.problems

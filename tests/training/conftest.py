@@ -64,8 +64,8 @@ def write_recipe(path, tokens, /, **changed):
     """The small recipe, with parts of it changed."""
     values = {**RECIPE, "data": {"tokens": str(tokens)}}
     for name, value in changed.items():
-        known = values.get(name)
-        values[name] = {**known, **value} if isinstance(known, dict) else value
+        default = values.get(name)
+        values[name] = {**default, **value} if isinstance(default, dict) else value
     path.write_text(yaml.safe_dump(values))
     return path
 

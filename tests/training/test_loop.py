@@ -31,8 +31,8 @@ def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(train
     assert [record.normalizer for record in pair] == ["softmax", "softpick"]
     assert pair[0].in_common == pair[1].in_common
     folders = [out / f"{record.normalizer}-seed3" for record in pair]
-    one, other = (json.loads((folder / "config.json").read_text()) for folder in folders)
-    assert {key for key in one if one[key] != other[key]} == {"qbench_normalizer"}
+    softmax, softpick = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    assert {key for key in softmax if softmax[key] != softpick[key]} == {"qbench_normalizer"}
     for record, folder in zip(pair, folders, strict=True):
         assert record.final_loss < 3.6  # ln 64 is 4.16
         checkpoint = find(str(folder))
@@ -150,10 +150,10 @@ def test_a_second_process_does_not_train_in_the_same_folder(tmp_path, train):
 def test_two_processes_train_as_one_does(tmp_path, train, recipe_file):
     """Gradients of the normalizers' own parameters are averaged over processes, too, after
     a step's two passes and while the second lasts."""
-    own = {"alibi_slopes": {"trained": True}, "sigmoid_bias": {"start": -1.0}}
+    parameters = {"alibi_slopes": {"trained": True}, "sigmoid_bias": {"start": -1.0}}
     settings = {
         "normalizers": ["softpick", "sigmoid"], "tokens": 1280, "watch": {"every": 20},
-        "model": {"parameters": own}, "batch": {"sequences": 1},
+        "model": {"parameters": parameters}, "batch": {"sequences": 1},
     }  # fmt: skip
     path = recipe_file(**settings)
     command = [
@@ -163,15 +163,15 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert process.returncode == 0, process.stderr
-    for one in train(tmp_path / "one", **settings):
-        name = f"{one.normalizer}-seed3"
+    for record in train(tmp_path / "one", **settings):
+        name = f"{record.normalizer}-seed3"
         two = read_training(tmp_path / "two" / name / "training.json")
         assert two.sessions[0].processes == 2
-        assert two.final_loss == pytest.approx(one.final_loss, abs=1e-4)
+        assert two.final_loss == pytest.approx(record.final_loss, abs=1e-4)
         ours, theirs = (
             load_file(tmp_path / n / name / "model.safetensors") for n in ("one", "two")
         )
         learned = [key for key, tensor in ours.items() if tensor.shape == (2,)]
-        assert len(learned) == (2 if one.normalizer == "softpick" else 4)
+        assert len(learned) == (2 if record.normalizer == "softpick" else 4)
         for key in learned:
             torch.testing.assert_close(theirs[key], ours[key], rtol=1e-2, atol=1e-3)

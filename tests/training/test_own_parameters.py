@@ -28,12 +28,12 @@ EVERY = [(name, theta) for name in CASES for theta in (None, 10_000.0)]
 
 @pytest.mark.parametrize(
     ("name", "rope_theta"),
-    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in EVERY if one not in QUICK)],
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in QUICK)],
 )
 def test_they_are_trained_or_fixed_and_read_as_they_were(
     tmp_path, train, name, rope_theta, monkeypatch
 ):
-    normalizer, own, expected = CASES[name]
+    normalizer, options, expected = CASES[name]
     kept, save = [], Run.save
 
     def keep(run, model, folder):
@@ -43,7 +43,7 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     monkeypatch.setattr(Run, "save", keep)
     [record] = train(
         tmp_path, normalizers=[normalizer], tokens=640, watch={"every": 100}, log_every=5,
-        model={"parameters": own, "rope_theta": rope_theta},
+        model={"parameters": options, "rope_theta": rope_theta},
     )  # fmt: skip
     checkpoint = find(str(tmp_path / f"{normalizer}-seed3"))
     assert checkpoint.normalizer == normalizer
@@ -54,17 +54,16 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     ids = torch.arange(12)[None] % 16
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, trained(ids).logits)
-    parameters = [
-        one for one in NORMALIZERS[normalizer].parameters if one.required or one.attribute in own
-    ]
-    for one in parameters:
-        changes = own.get(one.attribute, {})
+    defined = NORMALIZERS[normalizer].parameters
+    parameters = [p for p in defined if p.required or p.attribute in options]
+    for parameter in parameters:
+        changes = options.get(parameter.attribute, {})
         start = torch.tensor(
-            one.start(2) if changes.get("start") is None else [changes["start"]] * 2
+            parameter.start(2) if changes.get("start") is None else [changes["start"]] * 2
         )
         for layer in read.model.layers:
-            values = getattr(layer.self_attn, one.attribute)
-            if changes.get("trained", one.trainable):
+            values = getattr(layer.self_attn, parameter.attribute)
+            if changes.get("trained", parameter.trainable):
                 assert not torch.equal(values, start)
                 assert torch.allclose(values, start, atol=0.1)
             else:

@@ -63,7 +63,7 @@ def test_stops_at_any_step_change_no_bit(tmp_path, train, trained, first):
     output = []
     [record] = train(tmp_path, log=output.append, **settings)
     assert f"softmax-seed3: continues from step {first + 6}" in output
-    assert [one.first_step for one in record.sessions] == [0, first, first + 6]
+    assert [session.first_step for session in record.sessions] == [0, first, first + 6]
     assert weights(tmp_path, "softmax-seed3") == weights(trained[0], "softmax-seed3")
 
 

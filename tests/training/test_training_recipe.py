@@ -92,9 +92,9 @@ def test_work_counts_every_matrix_that_is_multiplied_and_half_of_attentions_pair
     layers = 12 * (4 * 768**2 + 3 * 768 * 2048)
     expected = 6 * (layers + 32_000 * 768) + 12 * 12 * 768 * 2048 / 2
     for tied in (False, True):
-        own = shape.model_copy(update={"tied": tied})
+        changed = shape.model_copy(update={"tied": tied})
         with torch.device("meta"):
-            model, _ = initial_model(own, normalizer="softmax", seed=0, device="meta")
+            model, _ = initial_model(changed, normalizer="softmax", seed=0, device="meta")
         assert flops_per_token(model, 2048) == expected
         for gpu, peak in (("NVIDIA H200", 790e12), ("NVIDIA H100 80GB HBM3", 757e12)):
             assert utilization(model, 2048, 1e5, gpu) == 1e5 * expected / peak
