@@ -109,7 +109,7 @@ def test_a_file_that_does_not_load_is_one_line(tmp_path, content, said):
     ("entry", "said"),
     [
         ("nosuch.py", r"recipe\.yaml:1: plugins\[0\] '\S+nosuch\.py': cannot be read"),
-        ({"path": "a.py"}, r"recipe\.yaml:1: plugins\.path was removed: write the path alone"),
+        ({"path": "a.py"}, r"recipe\.yaml:1: plugins\[0\]: Input should be a valid string"),
     ],
 )
 def test_plugins_of_a_recipe_that_cannot_be_are_one_line(tmp_path, entry, said):

@@ -233,7 +233,7 @@ def test_a_path_with_a_star_is_a_group_of_its_folders_in_order(tmp_path, entry):
     [
         ({"checkpoints": {"softmax": ["a"]}}, "gives 1 checkpoints; replicates need two"),
         ({"checkpoints": {"softmax": "nowhere-*"}}, "gives 0 checkpoints"),
-        ({"baseline": "softpick"}, "baseline was removed: list the checkpoint"),
+        ({"baseline": "softpick"}, "baseline: unknown key; known: name, plugins"),
         ({"replicates": {"a": ["softmax", "softpick"]}}, "replicates was removed: list the paths"),
     ],
 )

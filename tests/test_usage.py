@@ -15,11 +15,8 @@ from qbench.errors import ResultsError
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tables", "x", "--rank"], "qbench tables: --rank was removed: the verdict above"),
-        (["tables", "x", "--run", "0a"], "qbench tables: --run was removed: give each run"),
-        (["tables", "x", "--format", "html"], "--format html was removed: `qbench view"),
+        (["show", "x", "--document", "1"], "qbench show: --document was removed: `qbench view`"),
         (["report", "x"], "report was removed: `qbench view FOLDER --export DIR` writes"),
-        (["bench", "training"], "qbench bench: bench training was removed: `qbench"),
         (["run", "--nosuch"], "qbench run: No such option: --nosuch"),
         (["run", "--num_fewshot"], "--num-fewshot is a key of a recipe: tasks: [{name: TASK, num_"),
         (["rnu"], "qbench: No such command 'rnu'"),

@@ -155,7 +155,7 @@ def _usage(error: Any) -> str:
     line = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     option = str(getattr(error, "option_name", None) or (param.opts[-1] if param else ""))
     option = option.replace("_", "-")
-    for name in (option, *(f"{option} {word}" for word in words), " ".join(words[:2]), *words[:1]):
+    for name in (option, *words[:1]):
         if answer := removed.COMMAND_LINE.get(name):
             line = f"{name} was removed: {answer}"
         elif key := removed.RECIPE_KEYS.get(name):

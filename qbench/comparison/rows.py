@@ -212,8 +212,7 @@ class Comparison:
     folder: str = ""  # name of the results folder
     against: str | None = None  # the precision that the others are compared with by score
     tested: bool = False  # whether intervals and tests were computed
-    # margin → the answer in sentences, once ``verdict`` has made it
-    verdicts: dict[float | None, tuple[str, ...]] = field(default_factory=dict, init=False)
+    verdict: list[str] = field(default_factory=list, init=False)  # once ``verdict`` has made it
 
     @property
     def unquantized(self) -> str | None:

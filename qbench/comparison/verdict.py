@@ -34,20 +34,19 @@ MOSTLY_SEEDS = "§"
 NO_INTERVAL = "¶"
 
 
-def verdict(comparison: Comparison, *, margin: float | None = None) -> tuple[str, ...]:
+def verdict(comparison: Comparison) -> tuple[str, ...]:
     """Return the answer, a few sentences per item; () for a comparison without statistics.
 
     Of one checkpoint: its precisions in order, those to avoid, the smallest that is shown to stay
-    within ``margin``. Of several: how much more quantization costs each than the baseline. Then
-    what the scores show. ``margin`` is a KL divergence in nats, or a loss in the primary score: a
-    fraction for accuracies, ln of the ratio for perplexities. None: 0.05 nats, 0.01, ln 1.02.
+    within ``margin_of`` the primary measure. Of several: how much more quantization costs each than
+    the baseline. Then what the scores show.
     """
-    if margin not in comparison.verdicts:  # terminal and tables.md both have it
-        comparison.verdicts[margin] = _verdict(comparison, margin)
-    return comparison.verdicts[margin]
+    if not comparison.verdict:  # terminal and tables.md both have it
+        comparison.verdict.extend(_verdict(comparison))
+    return tuple(comparison.verdict)
 
 
-def _verdict(comparison: Comparison, margin: float | None) -> tuple[str, ...]:
+def _verdict(comparison: Comparison) -> tuple[str, ...]:
     """Return the answer as ``verdict``."""
     if not comparison.records:
         return ("No cell has a record yet.",)
@@ -63,7 +62,7 @@ def _verdict(comparison: Comparison, margin: float | None) -> tuple[str, ...]:
         lines = [f"{name} was not measured, so that nothing orders the precisions."]
     elif len(comparison.groups) == 1:
         (checkpoints,) = comparison.groups.values()
-        lines = [" ".join(_one_model(comparison, losses, checkpoints[0], margin))]
+        lines = [" ".join(_one_model(comparison, losses, checkpoints[0]))]
     else:
         lines = [_two_models(comparison, losses, group) for group in list(comparison.groups)[1:]]
     return (*lines, *_scores(comparison))
@@ -130,11 +129,9 @@ def loss_text(losses: Losses | None, cell: str) -> str:
     return f"{text} [{nats(answer.low)}, {nats(answer.high)}]"
 
 
-def _one_model(
-    comparison: Comparison, losses: Losses, checkpoint: str, margin: float | None
-) -> Iterator[str]:
+def _one_model(comparison: Comparison, losses: Losses, checkpoint: str) -> Iterator[str]:
     """Yield the sentences about one checkpoint: precisions in order, smallest detectable
-    difference, precisions to avoid, the smallest that stays within ``margin``."""
+    difference, precisions to avoid, the smallest that stays within the margin."""
     names = ordered(comparison, checkpoint)
     groups, texts = ties(comparison, checkpoint), []
     for group in groups if losses.pairs else [[name] for name in names]:
@@ -156,7 +153,7 @@ def _one_model(
     if sizes := [pair.detectable for pair in tested if math.isfinite(pair.detectable)]:
         yield f"{_least(losses, sizes, ' between two precisions')}."
     yield from _avoid(comparison, checkpoint, names)
-    yield _smallest(comparison, losses, checkpoint, names, margin)
+    yield _smallest(comparison, losses, checkpoint, names)
 
 
 def _least(losses: Losses, sizes: Sequence[float], of: str = "") -> str:
@@ -193,16 +190,10 @@ def _avoid(comparison: Comparison, checkpoint: str, names: Sequence[str]) -> Ite
         yield f"Avoid, because another is {word} and no larger: {beaten}."
 
 
-def _smallest(
-    comparison: Comparison, losses: Losses, checkpoint: str, names: Sequence[str],
-    margin: float | None,
-) -> str:  # fmt: skip
+def _smallest(comparison: Comparison, losses: Losses, checkpoint: str, names: Sequence[str]) -> str:
     """Return the smallest precision that is shown to stay within the margin, for each format of
     activations and KV cache; corrected for the number of precisions by Bonferroni."""
-    if margin is None:
-        margin = margin_of(losses)
-    elif losses.is_kl:
-        margin = math.log(margin)
+    margin = margin_of(losses)
     answers = {name: losses.cells[f"{checkpoint}/{name}"] for name in names}
     answers = {name: each for name, each in answers.items() if not isinstance(each, Missing)}
     if losses.is_kl:

@@ -127,8 +127,6 @@ def settings_of(
     """Return the settings of a registered ``name`` with ``options``, defaults filled in;
     ``compute_dtype`` is the default of that option. Raises RecipeError, which lists the possible
     ones, for an unknown name or option, a wrong type or an impossible value."""
-    if name in removed.QUANTIZERS:
-        raise RecipeError(f"{name} was removed: {removed.QUANTIZERS[name]}")
     if name not in METHODS:
         raise RecipeError(_unknown(name))
     method, options = METHODS[name], dict(options or {})
@@ -136,9 +134,8 @@ def settings_of(
         if earlier in options and option not in options:
             options[option] = options.pop(earlier)
     for key in (key for key in options if key not in method.options):
-        offer = f"unknown option {shown(key)}; it has {', '.join(method.options) or 'no options'}"
-        gone = key in removed.QUANTIZER_OPTIONS and f"{key}: {removed.QUANTIZER_OPTIONS[key]}"
-        raise RecipeError(f"{name}: {gone or offer}")
+        known = ", ".join(method.options) or "no options"
+        raise RecipeError(f"{name}: unknown option {shown(key)}; it has {known}")
     if compute_dtype is not None and "compute_dtype" in method.options:
         options = {"compute_dtype": compute_dtype, **options}
     try:
@@ -168,10 +165,8 @@ def config_of(
     parts = [] if by_name is None else _split(by_name)
     if options and len(parts) != 1:
         key = next(iter(options))
-        gone = key in removed.QUANTIZER_OPTIONS and f"{key}: {removed.QUANTIZER_OPTIONS[key]}"
         raise RecipeError(
-            gone
-            or f"unknown part {shown(key)}; known: {', '.join(KINDS)}, label; an option goes "
+            f"unknown part {shown(key)}; known: {', '.join(KINDS)}, label; an option goes "
             f"beside its part's name, as in NAME:{key}=… or weights: {{name: NAME, {key}: …}}"
         )
     every = [settings_of(name, {**given, **options}, compute_dtype=compute_dtype)
@@ -215,7 +210,7 @@ def _keyed(kind: str, value: Any, compute_dtype: str) -> Settings:
             raise RecipeError(f"a name, or {{name: …, option: value}}, not {shown(value)}")
         name, colon, rest = name.partition(":")
         name = removed.RENAMED_METHODS.get((kind, name), name)
-        if kind == "kv_cache" and f"kv-{name}" in {*METHODS, *removed.QUANTIZERS}:
+        if kind == "kv_cache" and f"kv-{name}" in METHODS:
             name = f"kv-{name}"
         (name, given), *more = _split(name + colon + rest)
         part = settings_of(name, {**given, **options}, compute_dtype=compute_dtype)

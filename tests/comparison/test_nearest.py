@@ -91,17 +91,22 @@ INT8 = Part(bits=8, scheme="int8 per token", simulated=True)
         (Precision(kv_cache=INT8), False, "rtn-4bit; with 8-bit KV cache gptq-4bit."),
     ],
 )
-def test_only_precisions_that_save_the_same_bytes_are_compared(one, precision, avoided, smallest):
+def test_only_precisions_that_save_the_same_bytes_are_compared(
+    one, monkeypatch, precision, avoided, smallest
+):
     sizes = dict.fromkeys(LEVELS, 1.0) | {"rtn-4bit": 0.5}
     with_sizes = sized(one, sizes, {"gptq-4bit": precision})
     result = with_kl(with_sizes, {f"mine/{name}": level for name, level in LEVELS.items()})
-    said = verdict(result, margin=1.0)[0]
+
+    def within(margin):
+        monkeypatch.setattr("qbench.comparison.verdict.MARGIN_KL", margin)
+        return verdict(replace(result))[0]
+
+    said = within(1.0)
     assert ("Avoid, because another is nearer and no larger: gptq-4bit (" in said) == avoided
     assert said.endswith(f"within a KL of 1.00 (95 % for all together): {smallest}")
-    assert (
-        "within a KL of 0.10 (95 % for all together): rtn-4bit." in verdict(result, margin=0.1)[0]
-    )
-    assert "None is shown to stay within a KL of 0.0001" in verdict(result, margin=1e-4)[0]
+    assert "within a KL of 0.10 (95 % for all together): rtn-4bit." in within(0.1)
+    assert "None is shown to stay within a KL of 0.0001" in within(1e-4)
 
 
 ONE = {"checkpoints": ("mine",), "quantizers": QUANTIZERS, "shift": {"mine/hqq-4bit": 2.0}}

@@ -35,7 +35,6 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas[1]: Input should be less than 1"),
         ({"compute": {"compile": "reduce-overhead"}}, "'max-autotune-no-cudagraphs'"),
-        ({"compute": {"travel": "bfloat16"}}, "compute.travel was removed: gradients are averaged"),
         ({"model": {"positions": 8}}, "model: positions 8 are fewer than context 16"),
     ],
 )
