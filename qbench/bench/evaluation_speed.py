@@ -29,6 +29,7 @@ from qbench.evaluation.evaluate import (
 )
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
 from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring.batching import forget_requests
 from qbench.evaluation.settings import ScoringSettings
 from qbench.machine import environment, synchronize
 from qbench.plan import scoring_settings
@@ -103,6 +104,7 @@ def compare(
         observer = observe()
         if chosen.mode != "lm-eval":  # the same HFLM: its first call is none of its speed
             scorer = language_model(model, tokenizer, chosen, observer=observer)
+        forget_requests()  # of the mode before
         timed = _timed_by_lm_eval if chosen.mode == "lm-eval" else _timed
         runs[name] = timed(scorer, tasks, chosen)
         for index, task in enumerate(tasks):

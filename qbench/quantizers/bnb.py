@@ -12,13 +12,12 @@ dequantizes the weights of experts and multiplies by them, as the library does f
 
 For 8 bits the library quantizes the input of each layer, and waits for a GPU twice to find the
 columns with outliers. A block has seven layers and four inputs: queries, keys and values share one,
-gate and up another. ``Linear8`` does this once per input, and ``_Guess`` once per block of a pack.
+gate and up another. ``Linear8`` does this once per input.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -35,7 +34,6 @@ with patch.object(torch, "compile", lambda function=None, **_: function or (lamb
     from bitsandbytes import functional
 
 CODES = "qbench_codes"  # attribute of a tensor: its version, a threshold, and its codes
-GUESSED = ("cuda",)  # devices that outliers make wait
 
 # LLM.int8 computes in float16 whatever the model's dtype, and says so at every call.
 logging.getLogger("bitsandbytes.autograd._functions").addFilter(
@@ -82,8 +80,6 @@ class Linear8(bitsandbytes.nn.Linear8bitLt):
     (such as DeepSeek's latents). Without gradients it reuses the codes of its input from the
     previous layer if that had the same input."""
 
-    guess: _Guess | None = None  # of its block
-
     def forward(self, x: Tensor) -> Tensor:
         """Return the product [..., out] of ``x`` [..., in], as the library computes it."""
         rows, state = x.reshape(-1, x.shape[-1]), self.state
@@ -95,7 +91,7 @@ class Linear8(bitsandbytes.nn.Linear8bitLt):
                 self.init_8bit_state()
             if self.bias is not None and self.bias.dtype != x.dtype:
                 self.bias.data = self.bias.data.to(x.dtype)
-            codes, scales, outliers = _codes_of(x, rows, state.threshold, self.guess)
+            codes, scales, outliers = _codes_of(x, rows, state.threshold)
             y, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm.default(
                 rows, codes, state.CB, scales, state.SCB, outliers, self.bias
             )
@@ -103,64 +99,18 @@ class Linear8(bitsandbytes.nn.Linear8bitLt):
         return y.reshape(*x.shape[:-1], self.out_features)
 
 
-def _codes_of(
-    x: Tensor, rows: Tensor, threshold: float, guess: _Guess | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _codes_of(x: Tensor, rows: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes and scales of ``rows``, which are ``x`` as a matrix, and the columns with
-    outliers (None for a threshold of 0, and while a ``guess`` is tried). They are kept as an
-    attribute of ``x`` for the next layer, and are valid as long as ``x`` is not written to."""
-    tried = threshold > 0 and guess is not None and guess.largest is not None
-    threshold = 0.0 if tried else threshold
+    outliers (None for a threshold of 0). They are kept as an attribute of ``x`` for the next layer,
+    and are valid as long as ``x`` is not written to."""
     cached = getattr(x, CODES, None)
     if cached and cached[:2] == (x._version, threshold):
         return cached[2]
-    half = rows.to(torch.float16)
-    if tried:
-        guess.largest.append(torch.linalg.vector_norm(half, torch.inf))
-    made = functional.int8_vectorwise_quant(half, threshold=threshold)
+    made = functional.int8_vectorwise_quant(rows.to(torch.float16), threshold=threshold)
     if not x.is_inference():  # which counts no versions
         # the version now: on a CPU the library writes to float16, and back
         setattr(x, CODES, (x._version, threshold, made))
     return made
-
-
-class _Guess:
-    """Computes a block of a pack of texts without the outlier columns of its ``Linear8`` layers:
-    the same bits if no input has outliers. Else the block is computed again with them; if most
-    packs needed that, blocks are computed with them from then on."""
-
-    def __init__(self, block: nn.Module, threshold: float) -> None:
-        self.threshold, self.tried, self.wrong = threshold, 0, 0
-        self.largest: list[Tensor] | None = None  # |value| of each input; None: not tried now
-        block.register_forward_pre_hook(self.begin, with_kwargs=True)
-        block.register_forward_hook(self.end, with_kwargs=True, always_call=True)
-
-    def begin(self, block: nn.Module, arguments: tuple, options: dict) -> None:
-        """Try it, in packs alone: other callers watch layers, which may run twice."""
-        if "cu_seq_lens_q" in options and 2 * self.wrong <= self.tried + 2:
-            self.largest = []
-
-    def end(self, block: nn.Module, arguments: tuple, options: dict, output: Any) -> Any:
-        """Return the block's output without the guess if that was wrong, else None."""
-        largest, self.largest = self.largest, None
-        if not largest or output is None:  # not tried, or it failed
-            return None
-        self.tried += 1
-        if float(torch.stack(largest).max()) < self.threshold:
-            return None
-        self.wrong += 1
-        return block.forward(*arguments, **options)
-
-
-def finish(model: nn.Module) -> None:
-    """Let the blocks of a quantized ``model`` on a GPU guess whether inputs have outliers."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for block in (block for blocks in lists for block in blocks):
-        layers = [layer for layer in block.modules() if isinstance(layer, Linear8)]
-        if layers and layers[0].guess is None and layers[0].weight.device.type in GUESSED:
-            guess = _Guess(block, min(layer.state.threshold for layer in layers))
-            for layer in layers:
-                layer.guess = guess
 
 
 def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:

@@ -352,9 +352,6 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
                 model.set_submodule(place, module)
         else:
             streamed.replace(name, modules.pop(name), build)
-    for functions in {backend(settings.for_layer(name)) for name in layers}:
-        if streamed is None and hasattr(functions, "finish"):
-            functions.finish(model)
 
 
 def _obtain(

@@ -21,7 +21,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.evaluate import load_task
-from qbench.evaluation.scoring import Scorer
+from qbench.evaluation.scoring import Scorer, batching
 from qbench.evaluation.tasks import plan_task
 from qbench.plan import plan
 from qbench.recipe import Recipe
@@ -51,8 +51,14 @@ RUNS = ("lm-eval", "exact", "fast", "fast, rows kept", "fast, damage measured")
 def test_every_mode_scores_every_task_exact_as_lm_eval_and_fast_but_for_rounding(
     model, tokenizer, monkeypatch
 ):
-    """The warm-up scores fewer documents."""
+    """The warm-up scores fewer documents, and no mode takes over what one before has encoded."""
     monkeypatch.setattr(evaluation, "WARM_UP", 1)
+    encoded, encode = set(), batching._encode
+    monkeypatch.setattr(
+        batching, "_encode", lambda *args: encoded.add(len(evaluated)) or encode(*args)
+    )
+    evaluated, forget = [], evaluation.forget_requests
+    monkeypatch.setattr(evaluation, "forget_requests", lambda: evaluated.append(0) or forget())
     names = ("demo_choice", "demo_pages")
     chosen = {mode: settings(mode, max_length=128, limit=2) for mode in MODES}
     actual = compare(model, tokenizer, tasks(*names), chosen, log=print)
@@ -62,6 +68,7 @@ def test_every_mode_scores_every_task_exact_as_lm_eval_and_fast_but_for_rounding
         assert row["documents"] == (4 if row["task"] == "all" else 2)
         assert row["seconds"] >= row["scoring_seconds"] > 0
         assert ("speed" not in row) == (row["mode"] == "lm-eval")
+    assert {2, 3, 4, 5} <= encoded  # HFLM's is the first
     assert rows["all", "exact"]["largest_difference"] == 0
     assert rows["demo_choice", "fast"]["largest_difference"] < 1e-4
     assert rows["demo_pages", "fast"]["largest_difference"] < 1e-2

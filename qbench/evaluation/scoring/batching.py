@@ -318,6 +318,12 @@ def requests_of(
     return requests
 
 
+def forget_requests() -> None:
+    """Drop the requests that ``requests_of`` keeps."""
+    with _encoding:
+        _kept.clear()
+
+
 def characters(texts: Iterable[tuple[str, ...]]) -> int:
     """Return how many characters ``texts`` have together."""
     return sum(map(len, itertools.chain.from_iterable(texts)))
