@@ -312,7 +312,14 @@ QUANTIZING = (  # make a quantized model
     "quantizers",
     "streaming.py",
 )
-SCORING = (*QUANTIZING, "cell.py", "cell_result.py", "evaluation", "metrics.py")  # and score it
+SCORING = (
+    *QUANTIZING,
+    "cell.py",
+    "cell_tasks.py",
+    "cell_result.py",
+    "evaluation",
+    "metrics.py",
+)  # and score it
 
 
 @cache
