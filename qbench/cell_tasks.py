@@ -165,10 +165,12 @@ class Evaluation:
                 _note_failure(result, task.name, error)
                 return None
 
-        def score(task: LoadedTask, asked: Callable[[], Instances]) -> Callable[[], Any] | None:
+        def score(
+            task: LoadedTask, get_requests: Callable[[], Instances]
+        ) -> Callable[[], Any] | None:
             self.read_base(task.name)
             result.progress.stage(cell.name, f"evaluate {task.name}")
-            work = attempt(task, partial(self._score, scorer, task, asked))
+            work = attempt(task, partial(self._score, scorer, task, get_requests))
             return work and partial(attempt, task, work)
 
         judged = dict[str, Future[TaskResult | None]]()
@@ -233,12 +235,12 @@ class Evaluation:
         return TaskResult(record, tables)
 
     def _score(
-        self, scorer: Any, task: LoadedTask, asked: Callable[[], Instances]
+        self, scorer: Any, task: LoadedTask, get_requests: Callable[[], Instances]
     ) -> Callable[[], TaskResult]:
         """Score one task now; return a function that computes metrics and damage later."""
         cell, start, answered = self.cell, time.perf_counter(), None
         if task.answers is None:
-            ask(scorer, task, asked())
+            ask(scorer, task, get_requests())
         elif not hasattr(scorer, "answer"):
             raise EvaluationError(
                 f"{task.name}: only exact and fast scoring give the tokens of answers; set "

@@ -196,8 +196,8 @@ def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) 
     synchronize(scorer.hflm.device.type)
     marks, inside, results = [time.perf_counter()], [0.0], []
 
-    def score(task: LoadedTask, asked: Callable[[], Instances]) -> Callable[[], Outcomes]:
-        ask(clocked, task, asked())
+    def score(task: LoadedTask, get_requests: Callable[[], Instances]) -> Callable[[], Outcomes]:
+        ask(clocked, task, get_requests())
         return partial(judge, task, settings)
 
     for _, judged in in_turn(clocked, tasks, settings, score):

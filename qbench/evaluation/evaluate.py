@@ -511,12 +511,12 @@ def in_turn(
         ready: Future[Instances] | None = None
         for task, following in zip(tasks, [*tasks[1:], None], strict=True):
             has_code = getattr(task.task, "has_code", True)
-            asked = ready or thread.submit(prepare, model, task, settings)
+            requests = ready or thread.submit(prepare, model, task, settings)
             draws = has_code or task.answers or task.task.OUTPUT_TYPE == "generate_until"
             ready = None
             if following is not None and not draws:
                 ready = thread.submit(prepare, model, following, settings)
-            work = score(task, asked.result)
+            work = score(task, requests.result)
             if work is not None:
                 judged = thread.submit(work)
                 if has_code:

@@ -134,8 +134,8 @@ def settings_of(
         if earlier in options and option not in options:
             options[option] = options.pop(earlier)
     for key in (key for key in options if key not in method.options):
-        known = ", ".join(method.options) or "no options"
-        raise RecipeError(f"{name}: unknown option {shown(key)}; it has {known}")
+        allowed = ", ".join(method.options) or "no options"
+        raise RecipeError(f"{name}: unknown option {shown(key)}; it has {allowed}")
     if compute_dtype is not None and "compute_dtype" in method.options:
         options = {"compute_dtype": compute_dtype, **options}
     try:

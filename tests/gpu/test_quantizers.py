@@ -8,7 +8,6 @@ from quantizer_models import PROBE, llama, logits, make_with_detail, settings
 
 from qbench.quantizers import bnb
 from qbench.quantizers.audit.compare import audit
-from qbench.quantizers.audit.weights import levels
 
 # bitsandbytes has a faster kernel for widths that the tiny model does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:inner dimension:UserWarning")
@@ -56,24 +55,6 @@ def test_int8_layers_that_share_codes_give_the_librarys_logits(
     ours = logits(model)
     monkeypatch.setattr(bnb.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
     assert torch.equal(ours, logits(model))
-
-
-@pytest.mark.parametrize("shape", [(1, 64), (77, 1024), (4096, 2816)])
-def test_int8_codes_of_an_input_without_outliers_do_not_depend_on_the_threshold(shape):
-    """So that a block may guess that there are none."""
-    x = torch.randn(shape, dtype=torch.float16, device="cuda").clamp(-5.99, 5.99)
-    x[0, 0] = 5.996  # the largest below 6
-    plain, asked = (functional.int8_vectorwise_quant(x, threshold=t) for t in (0.0, 6.0))
-    assert all(map(torch.equal, plain[:2], asked[:2]))
-    assert not asked[2].numel()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [5, 64, 128, 256, 1024])
-def test_int8_and_other_levels_are_counted_as_on_a_cpu(width, dtype):
-    groups = torch.randint(-9, 10, (1000, width)).to(dtype)
-    groups[7, :3] = torch.nan
-    assert levels(groups.cuda()) == levels(groups)
 
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 160])

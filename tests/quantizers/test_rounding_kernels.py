@@ -18,8 +18,6 @@ if os.environ["TRITON_INTERPRET"] != "1" or importlib.util.find_spec("triton") i
 
 from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers import gptq_columns
-from qbench.quantizers.audit import distinct
-from qbench.quantizers.audit.weights import levels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on odd values
 
@@ -78,18 +76,3 @@ def test_columns_of_gptq_are_alike(case):
     work, *rest = block_of(case)
     expected, actual = gptq._block(work, *rest), gptq_columns.block(work, *rest)
     assert all(equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 5), (100, 64), (41, 128)])
-def test_distinct_values_are_counted_alike(rows, width, dtype):
-    """NaN differs from all, 0 equals -0; rows may lie one below the other."""
-    generator = torch.Generator().manual_seed(rows)
-    groups = torch.randint(-3, 4, (rows, width), generator=generator).to(dtype)
-    for turn in range(3):
-        assert distinct.most_distinct(groups) == levels(groups)
-        assert distinct.most_distinct(groups.T.contiguous().T) == levels(groups)
-        groups[0, : width // 2] = torch.arange(width // 2) if turn else torch.nan
-    groups[:] = 0
-    groups[0, 0] = -0.0
-    assert distinct.most_distinct(groups) == 1

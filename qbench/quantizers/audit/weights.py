@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,8 +49,6 @@ MEAN_SIGMAS = 5.0  # standard errors (1/√n) of that quotient over few numbers
 OTHER_ROWS = 0.05  # share of rows whose gain may be far from 1
 LEAST_COLUMNS = 32  # of a matrix whose rows are judged one by one
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of layers' inputs
-SHORT = 256  # values in a row of which each is compared with all others
-TRITON = find_spec("triton") is not None  # on Linux only
 NEARER = 0.9  # of a relative error; of rounding alone, fitted factors take off less
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
@@ -473,11 +470,6 @@ def _inputs(columns: int, size: float, device: torch.device, dtype: torch.dtype)
 def levels(groups: Tensor) -> Tensor:
     """Return the most distinct values in a row of ``groups`` [groups, weights per group], a scalar
     on their device."""
-    if groups.is_cuda and groups.shape[1] <= SHORT and groups.dtype in DTYPES[:3] and TRITON:
-        from qbench.quantizers.audit import distinct  # imports Triton
-
-        with torch.cuda.device(groups.device):
-            return distinct.most_distinct(groups)
     most = [groups.new_ones((), dtype=torch.int64)]
     for part in groups.split(max(1, 2**24 // groups.shape[1])):
         if part.is_cuda:
