@@ -120,6 +120,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        qbench_bounds: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         parameters = parameters_of(chosen, module, options)
@@ -152,7 +153,9 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         settings: dict[str, Any] = {"causal": causal}
         if cu_seq_lens_q is not None:
             assert cu_seq_lens_k is not None, "transformers hands over both"
-            settings["seq_bounds"] = packed_bounds(cu_seq_lens_q, cu_seq_lens_k)
+            if (bounds := qbench_bounds) is None:
+                bounds = packed_bounds(cu_seq_lens_q, cu_seq_lens_k)
+            settings["seq_bounds"] = bounds
             settings["window"] = sliding_window  # elsewhere the mask has it
             if triton:
                 settings |= {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}

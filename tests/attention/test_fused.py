@@ -1,10 +1,12 @@
 """Fused kernels give the bits of transformers' functions."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 from tiny import tiny_model
+from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
 pytest.importorskip("triton")
@@ -92,13 +94,48 @@ def test_norms_that_torch_adds_up_otherwise_go_to_the_forward_itself():
 @pytest.mark.parametrize(
     ("kind", "names"),
     [("llama", {"apply_rotary_pos_emb", "forward"}), ("qwen3", {"apply_rotary_pos_emb", "forward"}),
-     ("gemma3_text", {"apply_rotary_pos_emb"}), ("gpt_neox", set())],
+     ("gemma3_text", {"apply_rotary_pos_emb", "forward"}), ("gpt_neox", set())],
 )  # fmt: skip
 def test_only_functions_that_are_llamas_are_replaced(kind, names):
     model = tiny_model(kind)
     actual = fused.replacements(model)
-    assert {each.name for each in actual} == names
+    assert {each.name for each in actual} == {fused.FIND, *names}
     for each in actual:
         each.put(each.fused)
         each.put(each.original)
     assert fused.replacements(model) == actual
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_angles_of_one_row_serve_a_batch(dtype):
+    q, k = (torch.cat([drawn(9, 3, 16, dtype) for _ in range(2)]) for _ in "qk")
+    q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    for rows in (1, 2):
+        cos, sin = torch.randn(2, rows, 9, 16, device=DEVICE).to(dtype)
+        expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+        assert fused._rotates_as_torch(3, 16, dtype, q.device)
+        with mock.patch.object(fused, "_rotated", wraps=fused._rotated) as kernel:
+            assert all(map(torch.equal, fused.apply_rotary_pos_emb(q, k, cos, sin), expected))
+        assert kernel.call_count == 2
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_have_the_bits_of_silu(dtype):
+    mlp = tiny_model("llama").model.layers[0].mlp.to(DEVICE, dtype).requires_grad_(False)
+    x = torch.randn(2, 5, mlp.gate_proj.in_features, device=DEVICE).mul_(9).to(dtype)
+    assert torch.equal(fused.gated_mlp(mlp, x), mlp(x))
+    gate, up = torch.randn(2, 37, 77, device=DEVICE).mul_(9).to(dtype)
+    expected = torch.nn.functional.silu(gate) * up
+    if DEVICE == "cuda" and dtype == torch.bfloat16:
+        assert fused._gates_as_torch(dtype, gate.device)
+        assert torch.equal(fused._gated(gate, up), expected)
+    torch.testing.assert_close(fused._gated(gate, up), expected)
+
+
+def test_no_sequences_are_looked_for_in_rows_that_hold_one():
+    packed = torch.tensor([[0, 1, 0]])
+    assert masking_utils.find_packed_sequence_indices(packed) is not None
+    fused.ONE_EACH.put(fused.ONE_EACH.fused)
+    assert masking_utils.find_packed_sequence_indices(packed) is None
+    fused.ONE_EACH.put(fused.ONE_EACH.original)

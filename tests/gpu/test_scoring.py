@@ -5,6 +5,7 @@ import scoring_models
 import torch
 from scoring_models import ask, choices, instance, llama, pages, text
 from test_kl import Logits, quantized_like
+from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
 from qbench.attention.transformers import set_attention
@@ -105,9 +106,9 @@ def test_packs_have_the_bits_of_the_classs_own_functions(dtype):
     requests = choices(30)
     ours = ask(fast, requests)
     forward = fast.fast.forward
-    norm = modeling_llama.LlamaRMSNorm
+    norm, mlp = modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP
     # put back
-    assert {each.owner for each in forward.fused} == {modeling_llama, norm}
+    assert {each.owner for each in forward.fused} == {masking_utils, modeling_llama, norm, mlp}
     assert all(getattr(each.owner, each.name) is each.original for each in forward.fused)
     forward.fused.clear()
     assert ours == ask(fast, requests)

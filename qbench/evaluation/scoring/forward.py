@@ -13,8 +13,10 @@ HFLM's whole product does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qbench.attention.kernels.varlen import packed_bounds
 from qbench.attention.quantized_kv import READ, read_apart
 from qbench.attention.transformers import Mask
 from qbench.checkpoints.find import moving_rope
@@ -59,13 +62,17 @@ def _attend_segments(
     attention_mask: Tensor | None,
     *,
     qbench_keys: Tensor | None,
+    qbench_bounds: Tensor,
     qbench_attention: str,
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """Attend within each segment of a pack. ``qbench_keys`` [K] are the tokens whose keys are seen,
-    one segment after another; None if every segment sees just itself. ``options`` hold
-    ``cu_seq_lens_q`` and its like.
+    one segment after another; None if every segment sees just itself. ``qbench_bounds`` of the
+    segments, as ``packed_bounds`` gives them, hold every token. ``options`` hold ``cu_seq_lens_q``
+    and its like.
     """
+    if qbench_attention.startswith("qbench-"):
+        options["qbench_bounds"] = qbench_bounds
     once = read_apart(module, key, value)
     if once is not None:  # before keys are laid out for each segment that sees them
         key, value = once
@@ -160,11 +167,33 @@ def rope_limit(config: Any) -> tuple[str | None, int | None]:
     return kind, min(part[name] for part in parts if name in part)
 
 
+def _fused(decoder: torch.nn.Module, device: torch.device) -> list[Any]:
+    """Return the functions of ``decoder`` that fused kernels replace on a GPU, with their bits."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return []
+    from qbench.attention.kernels.fused import replacements  # which imports Triton
+
+    return replacements(decoder)
+
+
+@contextmanager
+def _replaced(replacements: Sequence[Any]) -> Iterator[None]:
+    """Replace functions by fused ones within the body."""
+    for each in replacements:
+        each.put(each.fused)
+    try:
+        yield
+    finally:
+        for each in replacements:
+            each.put(each.original)
+
+
 class PaddedForward:
     """The decoder over sequences padded on the right, under the model's own causal mask."""
 
     def __init__(self, decoder: torch.nn.Module, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
+        self.fused = _fused(decoder, device)
         # A KV cache copies keys and values, and where they lie decides how the products of eager
         # attention round (AVX2, odd lengths). HFLM has one; other attention rounds alike without.
         config = getattr(decoder, "config", None)
@@ -177,7 +206,8 @@ class PaddedForward:
         ids = to_device(batch.ids, self.device)
         if self._keeps_angles and ids.shape[1] > (self._rope_limit or 0):
             self.decoder(ids[:1, :1], use_cache=False)  # forgets the angles of a longer batch
-        return self.decoder(ids, use_cache=self._cached)[0].flatten(0, 1)
+        with _replaced(self.fused):
+            return self.decoder(ids, use_cache=self._cached)[0].flatten(0, 1)
 
 
 class PackedForward:
@@ -188,11 +218,7 @@ class PackedForward:
         self.model, self.decoder, self.device = model, decoder, model.device
         self._name = name
         self._attention = model.config._attn_implementation
-        self.fused = []
-        if self.device.type == "cuda":
-            from qbench.attention.kernels.fused import replacements  # which imports Triton
-
-            self.fused = replacements(decoder)
+        self.fused = _fused(decoder, model.device)
         if not str(self._attention).startswith(("qbench-", "flash_attention")):
             raise UnavailableError(
                 f"packs need an attention that takes cu_seqlens, not {self._attention!r}; use "
@@ -202,29 +228,29 @@ class PackedForward:
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Return the hidden states [T, H] of a pack."""
         self.model.config._attn_implementation = self._name
-        for each in self.fused:
-            each.put(each.fused)
         try:
-            return self.decoder(
-                to_device(batch.ids, self.device),
-                position_ids=to_device(batch.positions, self.device),
-                use_cache=False,
-                **self._options(batch),
-                qbench_attention=self._attention,
-            )[0][0]
+            with _replaced(self.fused):
+                return self.decoder(
+                    to_device(batch.ids, self.device),
+                    position_ids=to_device(batch.positions, self.device),
+                    use_cache=False,
+                    **self._options(batch),
+                    qbench_attention=self._attention,
+                )[0][0]
         finally:
             self.model.config._attn_implementation = self._attention
-            for each in self.fused:
-                each.put(each.original)
 
     def _options(self, batch: Any) -> dict[str, Any]:
         """Return what the attention function is told of a pack."""
+        lengths = (batch.cu_seqlens_q, batch.cu_seqlens_k)
+        bounds = packed_bounds(*map(torch.from_numpy, lengths))
         return {
             "cu_seq_lens_q": to_device(batch.cu_seqlens_q, self.device),
             "cu_seq_lens_k": to_device(batch.cu_seqlens_k, self.device),
             "max_length_q": int(np.diff(batch.cu_seqlens_q).max()),
             "max_length_k": int(np.diff(batch.cu_seqlens_k).max()),
             "qbench_keys": None if batch.keys is None else to_device(batch.keys, self.device),
+            "qbench_bounds": to_device(bounds, self.device),
         }
 
 

@@ -226,9 +226,10 @@ class Scorer(LM):
         decoder, self.head = decoder_and_head(model, "; set scoring: lm-eval")
         vocabulary = model.config.get_text_config().vocab_size
         self._embedded = len(model.get_input_embeddings().weight)
-        # Logits and log-probabilities of 4 bytes each, and a copy.
-        self._rows_at_once = max(16, LOG_PROBABILITY_BYTES // (12 * vocabulary))
         self._by_kernel = self._device.type == "cuda" and self.hflm.softmax_dtype == torch.float32
+        # Logits and log-probabilities of 4 bytes each, and a copy; by kernels two models' logits.
+        self._rows_at_once = max(16, LOG_PROBABILITY_BYTES // (12 * vocabulary))
+        self._more_by_kernel = max(1, 6 // model.dtype.itemsize)
         self._product = probe_matmul(self.head.linear, model.dtype, self._device)
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
@@ -499,6 +500,8 @@ class Scorer(LM):
         """Score batches on the device, and split those that do not fit its memory. The batches
         ``part`` of a streamed model go through its blocks together; if one does not fit, all are
         split. ``read`` gives what ``_read_rows`` does; ``tell(share done)`` is called meanwhile."""
+        by_kernel, at_once = self._by_kernel and not backend.exact, self._rows_at_once
+        at_once *= self._more_by_kernel if by_kernel else 1
         try:
             batches = read()
             calls = [partial(backend.forward, batch) for batch, _ in batches]
@@ -523,8 +526,8 @@ class Scorer(LM):
                         batch.scored,
                         projection,
                         softmax_dtype=self.hflm.softmax_dtype,
-                        at_once=self._rows_at_once,
-                        by_kernel=self._by_kernel and not backend.exact,
+                        at_once=at_once,
+                        by_kernel=by_kernel,
                         watch=watch,
                     )
                     results.append((batch, scores))
