@@ -276,6 +276,7 @@ def reset_peak_memory(device: str) -> None:
     """Reset the peak that ``peak_memory_gib`` returns."""
     if device == "cuda":
         cuda = _cuda()
+        cuda.init()  # which its statistics do not do
         for index in range(cuda.device_count()):
             cuda.reset_peak_memory_stats(index)
         return

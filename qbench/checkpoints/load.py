@@ -80,6 +80,8 @@ def load_model(
     with named(checkpoint.source):
         require_unchanged(checkpoint)
         model = read_model(checkpoint, dtype).eval().requires_grad_(False)
+        for parameter in () if place else model.parameters():
+            parameter.data = moved(parameter.data, device)
         model = place(model) if place else model.to(device)
         if verify:
             require_finite(model)
@@ -90,6 +92,14 @@ def load_model(
             chosen = ChosenAttention(normalizer=checkpoint.normalizer, implementation=attention)
         model.chosen_attention = chosen
     return model
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return the host's ``tensor`` on ``device``. A GPU copies it from pinned memory while the host
+    reads what comes next."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def measured_attention(
@@ -458,17 +468,21 @@ def unlike_files(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
     """Return a line per parameter of ``model`` that differs from the tensor of its name in the
     files, cast to its dtype. Parameters without such a tensor, or of another shape, are skipped:
     transformers joins some, such as experts, from several."""
-    headers, lines = model_headers(checkpoint), []
+    headers, same = model_headers(checkpoint), dict[str, Tensor]()
     for name, parameter in list(model.named_parameters()):
         header = headers.get(name)
         if header is None or list(parameter.shape) != header.shape:
             continue
         load_block(model, name)
         parameter = model.get_parameter(name)
-        stored = read_tensor(checkpoint.folder, header).to(parameter.device, parameter.dtype)
-        if not torch.equal(parameter, stored):
-            lines.append(f"{name}: differs from the tensor in {header.file}")
-    return lines
+        stored = moved(read_tensor(checkpoint.folder, header), parameter.device)
+        same[name] = (parameter == stored.to(parameter.dtype)).all()
+    equal = torch.stack([each.to(model.device) for each in same.values()]).tolist() if same else []
+    return [
+        f"{name}: differs from the tensor in {headers[name].file}"
+        for name, alike in zip(same, equal, strict=True)
+        if not alike
+    ]
 
 
 def require_stored_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:

@@ -192,10 +192,9 @@ def solve(weight: Tensor, hessian: Tensor, settings: Gptq, name: str) -> GPTQRes
     stays singular."""
     rows, columns = weight.shape
     size = settings.group_length(columns)
-    scales, zeros = [], []
+    scale, zero = weight.new_empty(2, rows, columns // size)
     if settings.group_size == WHOLE_ROW:  # scales of the weights before any is rounded
-        scale, zero = find_params(weight[:, None], settings)
-        scales, zeros = [scale], [zero]
+        scale[:], zero[:] = find_params(weight[:, None], settings)
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     diagonal[dead] = 1  # any value will do: the column is 0
@@ -205,6 +204,8 @@ def solve(weight: Tensor, hessian: Tensor, settings: Gptq, name: str) -> GPTQRes
         hessian, rest = hessian[order][:, order], weight[:, order]
     factor, damp = _damped_factor(hessian, settings, name)
     codes, left_looking = torch.empty_like(rest), LEFT_LOOKING[rest.device.type]
+    column = torch.arange(columns, device=rest.device)
+    group = column // size - column // WIDTH * WIDTH // size  # after the block's first
     for start in range(0, columns, WIDTH):
         end = reach = min(start + WIDTH, columns)
         begin = -(-start // size) * size  # first column of the first group of this block
@@ -217,24 +218,17 @@ def solve(weight: Tensor, hessian: Tensor, settings: Gptq, name: str) -> GPTQRes
             work, upper = rest[:, start:reach], factor[start:reach, start:reach]
         if count:
             groups = work[:, begin - start :][:, : count * size].reshape(rows, count, size)
-            for parts, new in zip((scales, zeros), find_params(groups, settings), strict=True):
-                parts += new.split(1, dim=1)
+            new = slice(begin // size, begin // size + count)
+            scale[:, new], zero[:, new] = find_params(groups, settings)
         work, upper = work[:, : end - start], upper[: end - start, : end - start]
-        first = start // size
-        block_codes, errors = _block(
-            work,
-            upper,
-            torch.cat(scales[first:], 1),
-            torch.cat(zeros[first:], 1),
-            torch.arange(start, end, device=rest.device) // size - first,
-            settings.num_bits,
+        known = slice(start // size, -(-reach // size))
+        codes[:, start:end], errors = _block(
+            work, upper, scale[:, known], zero[:, known], group[start:end], settings.num_bits
         )
-        codes[:, start:end] = block_codes
         if left_looking:
             rest[:, start:end] += errors @ upper - work
         else:
             rest[:, end:] -= errors.matmul(factor[start:end, end:])
-    scale, zero = torch.cat(scales, 1), torch.cat(zeros, 1)
     grouped = codes.view(rows, -1, size)
     quantized = (scale[..., None] * (grouped - zero[..., None])).view(rows, columns)
     inverse = None if order is None else torch.argsort(order)

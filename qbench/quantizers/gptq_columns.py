@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 WIDTH = 128  # columns of a block at most
-ROWS = 4  # of a program: one a warp
+ROWS = 2  # of a program, which has one warp: 2.5 times as fast at 28,672 rows as four of each
 
 
 @triton.jit
@@ -59,13 +59,14 @@ def block(
     rows, width = work.shape
     assert width <= WIDTH
     assert work.stride(1) == 1
-    upper, scale, zero = upper.contiguous(), scale.contiguous(), zero.contiguous()
+    assert (scale.stride(), scale.stride(1)) == (zero.stride(), 1)
+    upper = upper.contiguous()
     codes = torch.empty(rows, width, device=work.device)
     errors = torch.empty_like(codes)
     _columns_kernel[(triton.cdiv(rows, ROWS),)](
         work, upper, scale, zero, group, codes, errors,
         rows, width, work.stride(0), upper.stride(0), scale.stride(0),
-        LARGEST=float(2**bits - 1), ROWS=ROWS, WIDTH=WIDTH, num_warps=ROWS,
+        LARGEST=float(2**bits - 1), ROWS=ROWS, WIDTH=WIDTH, num_warps=1,
         enable_fp_fusion=False,  # a fused product and difference would round once
     )  # fmt: skip
     return codes, errors

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -319,7 +319,9 @@ def measure(
     products, squares = (weight * expected * kept).sum(1), (expected.square() * kept).sum(1)
     bits = getattr(settings, "least_bits", settings.num_bits)
     far = (products - squares).abs() > min(0.75, 0.1 + 2.0 ** (1 - bits)) * squares
-    x = _inputs(columns, size, weight.device, matrix.weight.dtype).clone()
+    draw = torch.Generator().manual_seed(0)
+    x = torch.rand(16, columns, generator=draw).mul(2).sub(1).mul(size)
+    x = x.to(weight.device, matrix.weight.dtype)
     product = x.float() @ weight.float().T
     product = product if module.bias is None else product + module.bias.float()
     unpacked = weight if stored.dequantize is None else stored.dequantize().to(weight.device)
@@ -458,13 +460,6 @@ def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor 
     scaled = expected * product.where(~zeros, product[:, ~zeros].square().mean().sqrt())
     nearest = min(bound, MOST_FITTED, NEARER * relative(weight, expected))
     return (scaled, product) if relative(weight, scaled) <= nearest else (expected, None)
-
-
-@lru_cache(maxsize=8)
-def _inputs(columns: int, size: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return seeded numbers [16, columns] between -``size`` and ``size``."""
-    draw = torch.Generator().manual_seed(0)
-    return torch.rand(16, columns, generator=draw).mul(2).sub(1).mul(size).to(device, dtype)
 
 
 def levels(groups: Tensor) -> Tensor:
