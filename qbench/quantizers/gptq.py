@@ -221,9 +221,9 @@ def solve(weight: Tensor, hessian: Tensor, settings: Gptq, name: str) -> GPTQRes
             new = slice(begin // size, begin // size + count)
             scale[:, new], zero[:, new] = find_params(groups, settings)
         work, upper = work[:, : end - start], upper[: end - start, : end - start]
-        known = slice(start // size, -(-reach // size))
+        of_block = slice(start // size, -(-reach // size))
         codes[:, start:end], errors = _block(
-            work, upper, scale[:, known], zero[:, known], group[start:end], settings.num_bits
+            work, upper, scale[:, of_block], zero[:, of_block], group[start:end], settings.num_bits
         )
         if left_looking:
             rest[:, start:end] += errors @ upper - work
