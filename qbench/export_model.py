@@ -236,8 +236,7 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
 
 
 def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module:
-    """Return the model of ``folder`` as a published copy of the cell's checkpoint; of HQQ as the
-    library loads it."""
+    """Return the model of ``folder`` as a published copy of its checkpoint; HQQ loads its own."""
     cell, device = measured.cell, str(measured.model.device)
     dtype = getattr(torch, cell.quantization.compute_dtype)
     if chosen == "hqq":
@@ -318,8 +317,7 @@ def _by_settings(weights: Any, layers: Iterable[str]) -> dict[Any, list[str]]:
 def _compressed_config(
     config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
 ) -> dict[str, Any]:
-    """Return compressed-tensors' quantization_config. Raises UnavailableError for settings that it
-    cannot express."""
+    """Return compressed-tensors' quantization_config. Raises UnavailableError if it cannot."""
     inputs, weights = config.activations, config.weights
     if inputs is not None and set(inputs.ignore) != set(weights.ignore):
         raise UnavailableError(
@@ -445,8 +443,7 @@ def _gptq(module: nn.Module, config: QuantizationConfig) -> Tensors:
 def _bnb_config(
     config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
 ) -> dict[str, Any]:
-    """Return bitsandbytes' quantization_config. Raises UnavailableError for quantized
-    activations."""
+    """Return bitsandbytes' config. Raises UnavailableError for quantized activations."""
     weights = config.weights
     if config.activations is not None:
         raise UnavailableError(

@@ -68,8 +68,7 @@ def digest(payload: bytes) -> str:
 
 
 def content_key(values: dict[str, Any]) -> str:
-    """Return the SHA-256 of the canonical JSON of ``values`` (keys sorted, no spaces, ASCII) as 64
-    hexadecimal digits."""
+    """Return the SHA-256 of the canonical JSON of ``values``: keys sorted, no spaces, ASCII."""
     return digest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -132,8 +131,7 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
     """Write ``tensors`` by name, and the texts ``about`` as metadata, to the safetensors file
     ``path``. A GPU's come to the host one after the other: the memory for all, which safetensors'
-    own function needs, takes longer to get than the file to write. Raises OSError if it cannot be
-    written."""
+    own function needs, takes longer to get than the file to write. Raises OSError."""
     from safetensors.torch import save
 
     def kind(tensor: Tensor) -> str:
@@ -203,8 +201,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def require_writable(path: Path, option: str = "") -> None:
     """Raise OutputError if no file can be written to ``path``: it is no file, its folder (or the
     nearest above it that exists) takes no files, or it exists and is read-only, although
-    ``write_atomically`` would replace it. ``option``, such as ``--summary``, begins the message.
-    Leaves nothing behind."""
+    ``write_atomically`` would replace it. ``option`` begins the message."""
     try:
         _require_file(path)
         if path.exists() and not os.access(path, os.W_OK):
@@ -245,8 +242,7 @@ def temporary(path: Path) -> Path:
 
 def clean_temporaries(folder: Path) -> list[Path]:
     """Remove temporary files and folders below ``folder`` that killed processes of this host left.
-    Those of other hosts stay: whether their processes are alive is not known. Returns what was
-    removed."""
+    Those of other hosts stay: their processes may be alive. Returns what was removed."""
     removed = []
     for path in sorted(Path(folder).rglob(".*.tmp")):
         named = TEMPORARY.fullmatch(path.name)

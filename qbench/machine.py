@@ -1,7 +1,6 @@
 """Describe this machine: devices, library versions, memory; send libraries' output to a log.
 
-GPUs are listed through NVML: importing torch for that takes seconds, and every command starts with
-this module.
+GPUs are listed through NVML: importing torch takes seconds, and every command starts here.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def int8_problem() -> str | None:
-    """Return why PyTorch's int8 products are wrong on this processor; None if they are right, or if
-    that is not known."""
+    """Return why PyTorch's int8 products are wrong on this processor; None if they may be right."""
     flags = cpu_flags()
     if not flags or flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
         return None
@@ -140,8 +138,7 @@ def memory_gib(device: str) -> float:
 
 @functools.cache
 def torch_cuda() -> str | None:
-    """Return the CUDA version of the installed PyTorch; None for a build without CUDA, or without
-    PyTorch."""
+    """Return the CUDA version of the installed PyTorch; None without CUDA or PyTorch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -151,18 +148,13 @@ def torch_cuda() -> str | None:
 
 
 def gpu_slots(
-    gpus: str | None,
-    workers: int | None,
-    device: str,
-    *,
-    at_most: int | None = None,
+    gpus: str | None, workers: int | None, device: str, *, at_most: int | None = None
 ) -> list[int]:
     """Return the GPU index of each worker process, at most ``at_most`` of them (None: no limit); an
     empty list means one cell at a time in this process.
 
     ``gpus`` is None (one GPU), "all" or a number as text; ``workers`` the processes per GPU, by
-    default CELLS_PER_GPU, and 1 on a CPU. Raises RecipeError for GPUs that are not there, and for
-    ``gpus`` on a CPU.
+    default CELLS_PER_GPU, and 1 on a CPU. Raises RecipeError for GPUs that are not there.
     """
     if device == "cpu":
         if gpus is not None:
@@ -195,8 +187,7 @@ ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Return by name the installed versions of the distributions ``names`` and ``ALWAYS``, "absent"
-    for a missing one."""
+    """Return by name the versions of the distributions ``names`` and ``ALWAYS``, or "absent"."""
     return {name: version_of(name) for name in sorted({*ALWAYS, *names})}
 
 
@@ -237,8 +228,7 @@ def hardware(device: str) -> str:
 
 @functools.cache
 def git_revision() -> str | None:
-    """Return the commit of this qbench, with ``+`` if its tracked files were changed; None outside
-    git, or if git fails."""
+    """Return the commit of this qbench, with ``+`` if its files were changed; None without git."""
     if not (Path(__file__).parents[1] / ".git").exists():
         return None
     git = ["git", "-C", str(Path(__file__).parent)]

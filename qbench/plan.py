@@ -76,12 +76,7 @@ from qbench.quantizers.published import (
     number_bits,
     parents,
 )
-from qbench.quantizers.texts import (
-    CalibrationText,
-    find_text,
-    read_texts,
-    require_windows,
-)
+from qbench.quantizers.texts import CalibrationText, find_text, read_texts, require_windows
 from qbench.recipe import Evaluation, QuantizerEntry, Recipe, Task
 from qbench.records import GIB, GridCell, RunManifest, StoredSize
 from qbench.text import group_by_reason
@@ -92,11 +87,7 @@ HEADS = ("lm_head", "embed_out", "head")  # in files, the latter two of GPT-NeoX
 
 
 def find_copy(
-    config: QuantizationConfig,
-    name: str,
-    original: Checkpoint,
-    shapes: Shapes,
-    device: str,
+    config: QuantizationConfig, name: str, original: Checkpoint, shapes: Shapes, device: str
 ) -> tuple[QuantizationConfig, Checkpoint]:
     """Return ``config``, whose weights are ``Published``, completed by the files of the quantized
     copy of checkpoint ``name``, and the copy.
@@ -213,8 +204,7 @@ def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, 
 
 
 def _difference(copy: Checkpoint, original: Checkpoint) -> str | None:
-    """Return why ``copy`` cannot be a quantized copy of ``original`` with the same tokenizer; None
-    if it can."""
+    """Return why ``copy`` is no quantized copy of ``original`` with the same tokenizer, or None."""
     trained_with = copy.config.get("qbench_normalizer")
     if trained_with not in (None, original.normalizer):
         return (
@@ -291,8 +281,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Holds all cells of a run in order, unquantized ones first within a checkpoint, and what they
-    share."""
+    """Holds all cells of a run, a checkpoint's unquantized ones first, and what they share."""
 
     recipe: Recipe
     device: str
@@ -339,9 +328,8 @@ class Plan:
         return "the hub" if self.recipe.data is None else short_path(self.recipe.data)
 
     def source(self, name: str) -> str:
-        """Return, for a reader, where a checkpoint came from: its folder as ``short_path`` writes
-        it, or its hub id and the commit's first 12 digits (else the revision, if given) as ``ID @
-        COMMIT``."""
+        """Return where a checkpoint came from: its folder by ``short_path``, or ``ID @ COMMIT``
+        with 12 digits, else the revision."""
         source = self.recipe.checkpoints[name]
         folders = [cell.checkpoint.folder for cell in self.cells if cell.checkpoint_name == name]
         commits = [folder.name[:12] for folder in folders if folder.parent.name == "snapshots"]
@@ -388,8 +376,7 @@ def plan(
 
     ``device`` is "cpu" or "cuda". ``gpu`` is the name of the GPU of other hosts, None for this
     host's. ``only``: globs over names of cells, separated by commas (None: all). Raises a
-    QbenchError for what cannot work, also if a cell that matches ``only`` can never run, unless
-    ``show`` is true.
+    QbenchError for what cannot work, also if a matching cell can never run, unless ``show``.
     """
     checkpoints = _checkpoints(recipe)
     tasks, groups, skipped = find_tasks(recipe)
@@ -559,8 +546,7 @@ def _cell(
 
 
 def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
-    """Return everything that can change the scores of ``cell``, by name; parts that it lacks are
-    left out."""
+    """Return everything that can change the scores of ``cell``, by name."""
     compiled = ("triton",) if cell.attention == "triton" or plan.device == "cuda" else ()
     normalizer, calibration = cell.checkpoint.normalizer, cell.calibration
     text = None
@@ -601,9 +587,8 @@ WORKSPACE = 4 * 2**30  # bytes
 
 def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -> bool:
     """Return whether the weights of ``cell``, ``weights`` bytes, are copied to the device block by
-    block. So they are if the recipe says so. If it leaves that open: on a GPU without
-    ``device_map``, if ``streamable`` and if they and a workspace of at most 4 GiB exceed ``room()``
-    bytes."""
+    block: if the recipe says so, or leaves it open, on a GPU without ``device_map``, if
+    ``streamable`` and if they and a workspace of at most 4 GiB exceed ``room()`` bytes."""
     evaluation = plan.recipe.evaluation
     if evaluation.stream != "auto":
         return evaluation.stream
@@ -707,10 +692,7 @@ def find_calibration(recipe: Recipe, *, needed: bool = False) -> CalibrationText
 
 
 def _notes(
-    checkpoint: Checkpoint,
-    attention: ChosenAttention,
-    scoring: ScoringSettings,
-    recipe: Recipe,
+    checkpoint: Checkpoint, attention: ChosenAttention, scoring: ScoringSettings, recipe: Recipe
 ) -> Iterator[str]:
     """Yield a line per setting of this model that differs from the recipe's or the usual one."""
     max_length = recipe.evaluation.max_length
@@ -730,15 +712,10 @@ def _notes(
 
 
 def scoring_settings(
-    evaluation: Evaluation,
-    checkpoint: Checkpoint,
-    quantization: QuantizationConfig,
-    *,
-    device: str,
+    evaluation: Evaluation, checkpoint: Checkpoint, quantization: QuantizationConfig, *, device: str
 ) -> ScoringSettings:
     """Return the settings that ``evaluation`` of a recipe gives one checkpoint and quantizer.
-    ``scoring: auto`` is fast on a GPU, exact on a CPU; other runtimes than transformers have one
-    mode.
+    ``scoring: auto`` is fast on a GPU, exact on a CPU; other runtimes have one mode.
 
     The checkpoint's context bounds ``max_length``: later positions were never trained. Whether the
     model can be scored so is measured when it is loaded. Raises RecipeError if no length is known.
@@ -787,8 +764,7 @@ def unsupported_reasons(
     quantization: QuantizationConfig,
     copy: Checkpoint | None,
 ) -> Iterator[str]:
-    """Yield each reason why a quantizer can never run with this checkpoint, whose linear layers
-    have these ``shapes``."""
+    """Yield each reason why a quantizer can never run with this checkpoint of these ``shapes``."""
     try:
         for part in quantization.parts.values():
             part.check_layers(shapes)

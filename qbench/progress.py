@@ -15,8 +15,7 @@ class Progress(Protocol):
         """Note that the cell named ``cell`` begins."""
 
     def stage(self, cell: str, name: str, total: float | None = None) -> None:
-        """Note that the cell's stage ``name`` begins, of ``total`` pieces of work (None: not
-        known)."""
+        """Note that the cell's stage ``name`` begins, of ``total`` pieces (None: not known)."""
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         """Note that ``completed`` of the stage's pieces of work are done; None keeps ``total``."""

@@ -152,8 +152,7 @@ def require_no_removed(source: Source) -> None:
 
 def problem_lines(source: Source, error: ValidationError, kind: type) -> list[str]:
     """Return one line per problem of ``error``: file, line, key and message. A list that is too
-    short only because its items are wrong has no line of its own. ``kind`` is the recipe's
-    class."""
+    short only because its items are wrong has none. ``kind``: the recipe's class."""
     lines = []
     within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
     for problem in error.errors():
@@ -412,8 +411,7 @@ class Task(Strict):
 
 
 class Answers(Strict):
-    """Answers to chat prompts: the unquantized model's, along which the others are measured, and
-    each cell's own."""
+    """Answers to chat prompts: the unquantized model's, which others read, and each cell's own."""
 
     prompts: Text = PROMPTS.stem
     """Measure along the models' own answers to these prompts: a JSON Lines file with `prompt` or
@@ -454,8 +452,7 @@ def is_prompt_file(prompts: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizerEntry:
-    """A quantizer of a recipe and its unique label. ``calibration_seed`` replaces the calibration
-    text's seed."""
+    """A quantizer of a recipe and its unique label. ``calibration_seed`` replaces the text's."""
 
     label: str
     quantization: InstanceOf[QuantizationConfig]
@@ -567,8 +564,7 @@ class Recipe(Strict):
 
     @property
     def without_baseline(self) -> bool:
-        """Return whether the checkpoints themselves are quantized, so that there is no unquantized
-        model to compare with."""
+        """Return whether the checkpoints themselves are quantized, with no unquantized model."""
         return any(_as_it_is(column) for column in self.quantizers)
 
 
@@ -631,8 +627,7 @@ def _names(value: Any) -> Any:
 
 
 def _sources(value: Any) -> Any:
-    """Return a list of texts ``NAME=SOURCE`` as a mapping from name to source; other values as they
-    are."""
+    """Return a list of texts ``NAME=SOURCE`` as a mapping; other values as they are."""
     if not isinstance(value, list):
         return value or {}
     sources: dict[str, str] = {}
@@ -653,8 +648,7 @@ Names = Annotated[tuple[str, ...] | None, BeforeValidator(_names)]
 def _option(place: str, default: Any = None, **option: Any) -> Any:
     """Return a field of Overrides that replaces the recipe's key ``place``, such as
     "evaluation.limit", and takes its help from there; "": it replaces several, and has its own
-    help. ``option``: settings of its command-line option, and its ``type`` if that differs from the
-    field's."""
+    help. ``option``: settings of its command-line option."""
     kind: Any = Recipe
     *parts, key = place.split(".")
     for part in parts:
@@ -728,9 +722,8 @@ def save(
 
 
 def _source(path: Path | None, changed: Overrides) -> Source:
-    """Return the values of the recipe ``path`` changed by ``changed``; without a path, a recipe
-    made of ``changed`` alone. Raises RecipeError if checkpoints, quantizers or tasks are
-    missing."""
+    """Return the values of the recipe ``path`` changed by ``changed``; without a path, a recipe of
+    ``changed`` alone. Raises RecipeError for missing parts."""
     here = Path.cwd()
     checkpoints, copies = (
         {name: absolute(here, str(source), hub=True) for name, source in sources.items()}
@@ -777,9 +770,8 @@ def _source(path: Path | None, changed: Overrides) -> Source:
 
 
 def _read(path: Path) -> Source:
-    """Return the values of the recipe ``path``, with absolute paths. Raises RecipeError if
-    ``checkpoints``, ``quantizers``, ``tasks`` or ``plugins`` is not a mapping or list as it must
-    be."""
+    """Return the values of the recipe ``path``, with absolute paths. Raises RecipeError if one of
+    ``SHAPES`` is not a mapping or list as it must be."""
     source = read_yaml(path)
     values, folder = source.values, Path(os.path.realpath(source.path)).parent
     for key in [key for key, value in values.items() if value is None]:
@@ -831,9 +823,8 @@ def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
 
 
 def _one_off(changed: Overrides) -> Source:
-    """Return a recipe that has only a name, made of the names of its checkpoints, and these names
-    without sources: the caller adds the rest from ``changed``. Raises RecipeError naming missing
-    options."""
+    """Return a recipe of names alone, its own and its checkpoints': the caller adds the rest from
+    ``changed``. Raises RecipeError naming missing options."""
     names = changed.checkpoints or changed.quantized
     given = {
         "--checkpoint NAME=FOLDER_OR_HUB_ID": names,
@@ -861,8 +852,7 @@ def _add_unquantized(source: Source) -> None:
 
 
 def _named(entries: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
-    """Return one entry per name of ``names``: the recipe's entry with that ``key`` or ``name``,
-    else the name itself."""
+    """Return per name the recipe's entry with that ``key`` or ``name``, else the name itself."""
     by_name: dict[str, Any] = {}
     for entry in entries:
         if isinstance(entry, dict):
@@ -896,8 +886,7 @@ def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
 
 
 def _replace_dtype(source: Source, dtype: str) -> None:
-    """Set the dtype of all quantizers. Unquantized columns become the column of this dtype; other
-    labels stay."""
+    """Set the dtype of all quantizers. Unquantized columns become the column of this dtype."""
     source.values["compute_dtype"] = dtype
     unquantized = UNQUANTIZED.get(dtype, dtype)
     changed: list[Any] = []
@@ -911,8 +900,7 @@ def _replace_dtype(source: Source, dtype: str) -> None:
 
 
 def _in_dtype(entry: Any, unquantized: str) -> Any:
-    """Return a quantizer's entry without dtype; an unquantized one as ``unquantized``, e.g.
-    bf16."""
+    """Return a quantizer's entry without dtype; an unquantized one as ``unquantized``."""
     if isinstance(entry, dict):
         entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}
         for key in {"name", "label"} & entry.keys():

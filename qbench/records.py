@@ -14,14 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from qbench.errors import DamagedError, NewerSchemaError, validation_line
 from qbench.files import NAME, content_key, write_atomically
@@ -607,8 +600,7 @@ class Record(CellRecord):
         )
 
     def by_name(self) -> dict[tuple[str, str], Score]:
-        """Return scores by (task, metric), those of ``pooled_groups`` included under (group,
-        metric)."""
+        """Return scores by (task, metric), those of ``pooled_groups`` by (group, metric)."""
         of_groups = (
             Score(
                 task=score.group,
@@ -638,8 +630,7 @@ class TaskRecord(CellKey):
 
 class RunManifest(RecordModel):
     """The cells of a run: ``grid.json``, written at its start. ``checkpoints`` and ``quantizers``
-    are in the recipe's order; the first checkpoint is the baseline of Δ. A cell without a record is
-    shown as missing."""
+    are in the recipe's order; the first checkpoint is the baseline of Δ. Cells may lack records."""
 
     schema_version: int = SCHEMA_VERSION
     name: Line
@@ -659,8 +650,7 @@ class RunManifest(RecordModel):
 
     @model_validator(mode="after")
     def _cells_are_of_the_grid(self) -> Self:
-        """Refuse cells that are listed twice or not of the manifest's checkpoints and
-        quantizers."""
+        """Refuse cells that are listed twice, or of other checkpoints or quantizers."""
         names = [cell.cell for cell in self.cells]
         for cell in self.cells:
             if cell.checkpoint not in self.checkpoints or cell.quantizer not in self.quantizers:
@@ -842,8 +832,7 @@ class Sensitivity(CellRecord):
 
 
 class AnalysisManifest(RecordModel):
-    """The cells of the last ``qbench analyze``, in the recipe's order; a cell that was not analyzed
-    has no record."""
+    """The cells of the last ``qbench analyze``, in the recipe's order, analyzed or not."""
 
     schema_version: int = SCHEMA_VERSION
     kind: Literal["analysis grid"] = "analysis grid"
@@ -868,8 +857,7 @@ def read_record(
     Raises OSError if there is no such file.
 
     ``path`` and ``remedy`` begin and end the message of an error. Raises DamagedError if the
-    checksum or the fields are wrong or an older qbench wrote it, NewerSchemaError if a newer one
-    did.
+    checksum or fields are wrong or an older qbench wrote it, NewerSchemaError for a newer one.
     """
     try:
         values = json.loads(path.read_bytes() if payload is None else payload)
@@ -906,8 +894,7 @@ def require_checksum(values: dict[str, Any]) -> None:
 
 def read_training(path: Path) -> Training:
     """Return the record of a training in the file ``path``; earlier versions wrote it without
-    checksum. Raises ValueError if the file is not such a record, DamagedError if it was changed
-    afterwards."""
+    checksum. Raises ValueError for another file, DamagedError if it was changed afterwards."""
     values = json.loads(path.read_bytes())
     if isinstance(values, dict) and CHECKSUM in values:
         try:

@@ -23,13 +23,10 @@ RECIPE_KEYS = {
 }
 # Keys of a recipe, dotted from its top, without the numbers of list items: "plugins.path".
 KEYS = {
-    "replicates": "list the paths of a checkpoint, or write its path with *; they are one group",
+    "replicates": "list the paths of a checkpoint, or write its path with *; they are one group"
 }
 # Options of a quantizer that have another name now; the earlier one still works.
-RENAMED_OPTIONS = {
-    "leave_out": "ignore",
-    "keep_first": "sink_tokens",
-}
+RENAMED_OPTIONS = {"leave_out": "ignore", "keep_first": "sink_tokens"}
 # Parts of a quantizer that have another key now; the earlier one still works.
 RENAMED_PARTS = {"kv": "kv_cache", "outliers": "transform"}
 # Methods under a part's key that have another name now; the earlier one still works there.

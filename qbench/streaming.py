@@ -48,8 +48,7 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def free_gpu_bytes(device: torch.device | None = None) -> int:
-    """Return the bytes of a GPU (None: the current one) that PyTorch can allocate: free ones, and
-    its unused reserve."""
+    """Return the bytes of a GPU (None: the current one) that PyTorch can allocate."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -119,8 +118,7 @@ def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) ->
 
 
 def stream_of(model: Any) -> Stream | None:
-    """Return the :class:`Stream` of ``model``; None if it is not streamed: all its weights lie on a
-    device, or on several."""
+    """Return the :class:`Stream` of ``model``; None if it is not streamed."""
     return getattr(model, ATTRIBUTE, None)
 
 
@@ -151,8 +149,7 @@ def offload_device(model: Any) -> torch.device:
 
 def offload(model: Any, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
     """Return ``hidden`` on :func:`offload_device`; a streamed model copies it into ``buffer``, that
-    of an earlier call, if given. Copies are ordered: a later copy back to the device sees the
-    result."""
+    of an earlier call, if given. Copies are ordered: a later one back sees the result."""
     streamed = stream_of(model)
     return (
         hidden.to(offload_device(model)) if streamed is None else streamed.offload(hidden, buffer)
@@ -225,8 +222,7 @@ class Stream:
 
     def replace(self, name: str, tensors: Tensors, build: Build) -> None:
         """Put ``build(layer, tensors)`` in the place of the linear layer ``name`` whenever its
-        block runs. ``tensors`` lie on the host and are copied to the device before. The layer's own
-        weight is dropped."""
+        block runs. ``tensors`` lie on the host until then. The layer's own weight is dropped."""
         self._leave()
         self._coming = None
         index, _, local = name.removeprefix(f"{self.root}.").partition(".")
@@ -345,8 +341,7 @@ class Stream:
 
     def _read(self, index: int) -> list[Future[Tensor]]:
         """Start copying a block's tensors to the device, beside its work; return the copies as
-        futures. They wait until the previous block's work is done, or many blocks could wait on the
-        device."""
+        futures. They wait for the previous block's work, or many could wait there."""
         tensors = self._blocks[index].tensors()
         return [self._readers.submit(self._copy, tensor, self._done) for tensor in tensors]
 

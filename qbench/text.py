@@ -1,5 +1,4 @@
-"""Format numbers, escape text of other people, and write tables of texts, for terminals, Markdown,
-LaTeX and CSV."""
+"""Format numbers, escape others' text, and write tables for terminals, Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ PLAIN = re.compile(r"[][\w .,%+×…°:‡±↑↓/\u2212\u2014-]*")
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` with line breaks, control characters and marks of writing direction replaced
-    by spaces."""
+    """Return ``text`` with spaces for line breaks, controls and marks of writing direction."""
     if text.isprintable():  # none of them, and a table has a hundred thousand texts
         return text
     # Cc: controls, Cf: invisible formatting such as bidirectional overrides, Cs: lone surrogates,
@@ -106,8 +104,7 @@ def for_markdown(text: str) -> str:
 
 
 def for_csv(text: str) -> str:
-    """Return a text for a cell of CSV: one line, with an apostrophe before what a spreadsheet would
-    compute."""
+    """Return a text for CSV: one line, an apostrophe before what a spreadsheet would compute."""
     text = one_line(text)
     return f"'{text}" if text.lstrip().startswith(FORMULA) else text
 

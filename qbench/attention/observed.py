@@ -1,5 +1,4 @@
-"""Pass the inputs and outputs of each attention call of a model to an observer, in the forward pass
-that scoring runs."""
+"""Pass inputs and outputs of each attention call of a model to an observer, as scoring runs it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 An attention module whose model has such a cache carries it as its attribute :data:`KV_CACHE`. Keys
 and values of whole sequences come in unquantized, also while text is generated: transformers' cache
-keeps them so, and each query reads them rounded. The first ``sink_tokens`` tokens of a sequence are
-never rounded.
+keeps them so, and each query reads them rounded, the first ``sink_tokens`` excepted.
 """
 
 from __future__ import annotations

@@ -198,8 +198,7 @@ def upcast(tensor: Tensor) -> Tensor:
 
 
 def sequences(seq_bounds: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the indices in [B, H, T, D] of each sequence's queries and keys, unless one is
-    empty."""
+    """Yield the indices in [B, H, T, D] of each sequence's queries and keys, if any."""
     for row, first_query, last_query, first_key, last_key, _ in seq_bounds.tolist():
         if first_query < last_query and first_key < last_key:
             heads = (slice(row, row + 1), slice(None))

@@ -3,8 +3,7 @@ bits, and write the choice as a column of a recipe. Imports no torch.
 
 A cost is the KL divergence, in nats per token on calibration text, of the model with that layer
 alone quantized. Bits are those of the tables: all that is stored of a matrix, scales and zeros
-counted, over the matrices outside embeddings and LM head, and over these too if they are layers
-with choices.
+counted, over the matrices outside embeddings and LM head, or over these too.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ def expand(methods: Sequence[str]) -> list[str]:
 
 def with_group_size(choice: str, settings: Any) -> str:
     """Return the text of ``choice`` with the group size of its fitted ``settings``, such as
-    ``gptq-4bit:group_size=64``, unless it has one: the patterns of a mix would be fitted to their
-    own layers."""
+    ``gptq-4bit:group_size=64``, unless it has one: patterns of a mix would be fitted anew."""
     size = getattr(settings, "group_size", None)
     if size is None or "group_size" in choice:
         return choice

@@ -84,8 +84,7 @@ def choose_attention(
     the class's own, whatever is requested.
 
     Raises RecipeError for an unknown name, and if ``requested`` is native and the class cannot
-    compute the normalizer; UnavailableError if ``requested`` is triton and it cannot run here or
-    has no kernels.
+    compute the normalizer; UnavailableError if triton cannot run or has no kernels.
     """
     if NATIVE not in (normalizer, requested):
         implementation = choose(normalizer, requested, device)
@@ -99,8 +98,7 @@ def choose_attention(
 
 
 def moving_rope(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of rotary embedding if its angles depend on how long the texts of a forward
-    pass are; else None."""
+    """Return the kind of rotary embedding if its angles depend on the texts' lengths; else None."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     types = (str(part.get("rope_type") or part.get("type") or "") for part in parts)
@@ -128,8 +126,7 @@ def named(source: str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file ``path``. Raises CheckpointError if it cannot be read or
-    is not an object."""
+    """Return the JSON object in the file ``path``. Raises CheckpointError if there is none."""
     content = b""
     try:
         content = path.read_bytes()
@@ -321,8 +318,7 @@ READ = (
 
 def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], ...]:
     """Return (path within ``folder``, bytes, time of change in nanoseconds) of all files that
-    loading reads: ``weights``, config.json, then the others by name. Raises CheckpointError if one
-    is missing."""
+    loading reads: ``weights``, config.json, the others by name. Raises CheckpointError."""
     paths = (path for pattern in READ for path in folder.glob(pattern) if path.is_file())
     names = {path.relative_to(folder).as_posix() for path in paths} - {*weights, CONFIG}
     try:
@@ -336,8 +332,7 @@ def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], 
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if the checkpoint has no tokenizer file; whether it loads is not
-    tried."""
+    """Raise CheckpointError if the checkpoint has no tokenizer file, loadable or not."""
     weights = {header.file for header in checkpoint.headers.values()}
     names = {name for name, *_ in checkpoint.files if "chat_template" not in name} - weights
     if names <= {CONFIG, INDEX, "generation_config.json"}:
@@ -404,8 +399,7 @@ class Checkpoint:
 
     @property
     def max_length(self) -> int | None:
-        """Return the longest context in tokens that the configuration states; None if it states
-        none."""
+        """Return the longest context in tokens that the configuration states, or None."""
         return next((self.config[key] for key in CONTEXT if self.config.get(key)), None)
 
     @property
@@ -416,9 +410,8 @@ class Checkpoint:
 
 
 def read_own_training(folder: Path) -> Trained | None:
-    """Return the summary of qbench's training that wrote ``folder``; None if there is none, or
-    another program's file of that name. Raises CheckpointError if the record or config.json was
-    changed afterwards."""
+    """Return the summary of qbench's training that wrote ``folder``; None if another program's file
+    has that name. Raises CheckpointError if record or config.json were changed."""
     try:
         training = read_training(folder / TRAINING_FILE)
     except (OSError, ValueError):  # another program's file may have this name
@@ -636,8 +629,7 @@ def _no_linear_layer(name: str) -> bool:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether the checkpoint in ``folder`` has a chat template, as a file or in
-    tokenizer_config.json."""
+    """Return whether ``folder`` has a chat template, as a file or in tokenizer_config.json."""
     if any(folder.glob("*chat_template*")):
         return True
     try:

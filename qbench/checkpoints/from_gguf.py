@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 def dequantized_folder(file: Path, cache: Path) -> Path:
     """Return the folder in ``cache`` with ``file`` as a transformers checkpoint in bfloat16, made
-    at the first call. The weights lie on the file's grid. Raises CheckpointError with transformers'
-    reason."""
+    at the first call. The weights lie on the file's grid. Raises CheckpointError."""
     folder = cache / "from-gguf" / kept_digest(file, file_digest)[:16] / file.stem
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):

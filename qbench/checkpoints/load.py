@@ -71,8 +71,7 @@ def load_model(
     qbench's attention are compared with the class's own, unless qbench or flash-linear-attention
     wrote the checkpoint. If they differ, the model runs on its class's own with ``fallback``, and
     is refused without; ``chosen_attention`` of the model says which. ``place`` moves the model from
-    the host to its devices (see :mod:`qbench.streaming`). ``verify=False`` skips what an earlier
-    load has measured.
+    the host to its devices (see :mod:`qbench.streaming`). ``verify=False``: it was measured before.
 
     Raises CheckpointError if tensors are left over, missing or not finite, if later tokens change
     earlier logits, or if the files changed; UnavailableError if the attention cannot be had.
@@ -95,8 +94,7 @@ def load_model(
 
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return the host's ``tensor`` on ``device``. A GPU copies it from pinned memory while the host
-    reads what comes next."""
+    """Return the host's ``tensor`` on ``device``. A GPU copies it while the host reads the next."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -148,8 +146,7 @@ def try_eager(model: PreTrainedModel) -> None:
 
 def set_ours_or_native(model: PreTrainedModel, normalizer: str, implementation: str) -> None:
     """Set the attention of ``model``: ours with ``normalizer``, or its class's own for ``native``.
-    Raises UnavailableError if the class lacks the ``implementation``: transformers may only log
-    it."""
+    Raises UnavailableError if the class lacks the ``implementation``."""
     if normalizer != NATIVE:
         set_attention(model, normalizer=normalizer, implementation=implementation)
         return
@@ -412,8 +409,7 @@ def _loading(quantization: dict[str, Any], dequantize: bool) -> dict[str, Any]:
 
 
 def _one_scheme_of_weights(quantization: dict[str, Any]) -> bool:
-    """Return whether only weights are quantized, and all alike: then they can be dequantized at
-    once.
+    """Return whether only weights are quantized, all alike: they can be dequantized at once.
 
     compressed-tensors 0.20 would dequantize them in the first forward pass, to the same numbers,
     but cannot load zero points and codes in whole bytes, which it expects in other layouts.

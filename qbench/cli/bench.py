@@ -30,16 +30,14 @@ bench = CommandGroup("Measure speeds, in one run on one machine, after checking 
 
 
 def load(name: str) -> Any:
-    """Import qbench's module ``name``, which imports torch, and return it; what libraries print is
-    hidden."""
+    """Import qbench's module ``name``, hiding what libraries print, and return it."""
     with redirected(NOWHERE):
         return importlib.import_module(f"qbench.{name}")
 
 
 @contextmanager
 def quiet() -> Iterator[Callable[[str], None]]:
-    """Hide what libraries print in the body; yield a function that prints a line to the
-    terminal."""
+    """Hide what libraries print; yield a function that prints a line to the terminal."""
     with terminal() as screen, redirected(NOWHERE):
         yield lambda line: print(line, file=screen)
 

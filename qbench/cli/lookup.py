@@ -61,8 +61,7 @@ def recipe_rows() -> Iterator[Row]:
 
 
 def normalizer_rows() -> Iterator[Row]:
-    """Yield two rows per normalizer: name and description, then its traits; last a row for
-    ``native``."""
+    """Yield two rows per normalizer: name and description, then its traits; last ``native``."""
     for normalizer in NORMALIZERS.values():
         yield from [(normalizer.name, normalizer.description), ("", f"{normalizer.traits}")]
     yield "native", "the attention of the model's own class in transformers"

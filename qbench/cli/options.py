@@ -1,5 +1,4 @@
-"""Define commands, whose options are explained in their docstrings, and the options that several
-commands have."""
+"""Define commands, whose docstrings explain their options, and options that several have."""
 
 from __future__ import annotations
 

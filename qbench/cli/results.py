@@ -1,5 +1,4 @@
-"""Print tables, and compare results with a baseline (``qbench tables``, ``check``,
-``baseline``)."""
+"""Print tables, and compare with a baseline (``qbench tables``, ``check``, ``baseline``)."""
 
 from __future__ import annotations
 
@@ -109,11 +108,7 @@ def check(
     raise typer.Exit(verdict.exit_code)
 
 
-def baseline(
-    folder: Folder,
-    out: NewFile,
-    replace: bool = False,
-) -> None:
+def baseline(folder: Folder, out: NewFile, replace: bool = False) -> None:
     """Make the baseline that `qbench check` compares later results with.
 
     Examples:

@@ -18,14 +18,7 @@ import typer
 
 from qbench.checkpoints.find import elements
 from qbench.cli.app import complain, show_tables
-from qbench.cli.options import (
-    ClusterOption,
-    DeviceOption,
-    NewFile,
-    Only,
-    Out,
-    RecipeOrOptions,
-)
+from qbench.cli.options import ClusterOption, DeviceOption, NewFile, Only, Out, RecipeOrOptions
 from qbench.errors import RecipeError, UnavailableError, some
 from qbench.evaluation.settings import hidden_size
 from qbench.evaluation.tasks import TaskSpec
@@ -65,8 +58,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def display(self, cells: int) -> Iterator[Display]:
-        """Yield the display of the progress of so many ``cells`` on the terminal, which has printed
-        the description first."""
+        """Yield the display of the progress of so many ``cells``, after the description."""
         with terminal() as screen, Display(screen, cells) as display:
             if self.description:
                 display.log(self.description)
@@ -95,12 +87,7 @@ def load_launcher(
 
 @contextlib.contextmanager
 def launch(
-    launcher: Launcher,
-    cells: int,
-    *,
-    cluster: str | None,
-    gpus: str | None,
-    workers: int | None,
+    launcher: Launcher, cells: int, *, cluster: str | None, gpus: str | None, workers: int | None
 ) -> Iterator[Launcher]:
     """Start what runs the cells; yield a launcher with its executor. ``cells`` is the number of
     cells; the others are options of ``qbench run``. Without an executor ``launcher`` itself is
@@ -374,8 +361,7 @@ RATES = {
 
 def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
     """Return about how many seconds ``cell`` takes, and its ``memory_of``, by its shapes and
-    ``RATES``: right within a factor of about three. None if the amount of text is not known, as of
-    data on the hub."""
+    ``RATES``: right within a factor of about three. None if the amount of text is not known."""
     tokens = _tokens(cell, plan)
     if tokens is None:
         return None
@@ -395,8 +381,7 @@ def estimate(cell: Cell, plan: Plan) -> tuple[float, float] | None:
 
 
 def memory_of(cell: Cell, plan: Plan) -> float:
-    """Return about how many GiB of memory ``cell`` takes, of the device on CUDA, else of the
-    process."""
+    """Return about how many GiB of memory ``cell`` takes, of the GPU or else the process."""
     itemsize = BYTES[cell.quantization.compute_dtype]
     weights = elements(cell.checkpoint.headers) * itemsize / GIB
     # the audit holds the original beside

@@ -24,8 +24,7 @@ from qbench.text import significant
 
 
 def explain(
-    a: Annotated[str, typer.Argument(metavar="A")],
-    b: Annotated[str, typer.Argument(metavar="B")],
+    a: Annotated[str, typer.Argument(metavar="A")], b: Annotated[str, typer.Argument(metavar="B")]
 ) -> None:
     """Print which parts of their keys make two cells different.
 
@@ -154,8 +153,7 @@ def cell_text(record: Record) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Return ``value`` with all floats in it, also within lists and mappings, rounded to four
-    significant digits."""
+    """Return ``value`` with all floats in it, at any depth, rounded to four significant digits."""
     if isinstance(value, Mapping):
         return {name: rounded(part) for name, part in value.items()}
     if isinstance(value, list):

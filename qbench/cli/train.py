@@ -120,12 +120,7 @@ def train(
     stop_after: Stop each run after this many further steps, counted from where it resumes.
     """
     loaded = TrainingRecipe.load(
-        recipe,
-        normalizers=normalizer,
-        seeds=seed,
-        tokens=tokens,
-        data=data,
-        sequences=sequences,
+        recipe, normalizers=normalizer, seeds=seed, tokens=tokens, data=data, sequences=sequences
     )
     folder = out or Path("training") / loaded.name
     require_folder(folder, "--out")
@@ -148,12 +143,7 @@ def train(
                 print(line, file=screen)
 
         trainings = loop.train_recipe(
-            loaded,
-            files,
-            folder,
-            processes=processes,
-            log=say,
-            stop_after=stop_after,
+            loaded, files, folder, processes=processes, log=say, stop_after=stop_after
         )
     if not processes.is_main_process:
         return

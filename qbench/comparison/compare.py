@@ -54,8 +54,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     with the one that ``against`` names (None: with none).
 
     ``statistics=False`` leaves intervals and tests out and reads no per-document outcomes. Raises
-    ResultsError if the folder has no manifest or no precision ``against``, or if a record cannot be
-    read.
+    ResultsError without a manifest or the precision ``against``, and for damaged records.
     """
     grid = store.manifest()
     names = {cell.quantizer: None for cell in grid.cells if cell.quantized}
@@ -166,10 +165,7 @@ def of_groups(record: Record, columns: Mapping[Name, Column]) -> dict[Name, Colu
 
 
 def read_columns(
-    store: Store,
-    record: Record,
-    names: Collection[Name] | None = None,
-    decimals: int | None = None,
+    store: Store, record: Record, names: Collection[Name] | None = None, decimals: int | None = None
 ) -> dict[Name, Column]:
     """Return (task, metric) → outcomes of a record, of the scores ``names`` only (None: all), in
     their order in the file; values rounded to ``decimals`` (None: as stored)."""
@@ -215,8 +211,7 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
     the rows over seeds in which a group of trainings has an interval of its score.
 
     ``columns``: what ``columns_by_task`` returns. p-values are adjusted over the folder within each
-    contrast, tasks at chance left out: accuracies of an unquantized model whose interval reaches
-    down to chance.
+    contrast, without accuracies of an unquantized model whose interval reaches chance.
     """
     chance, groups = chance_of_tasks(comparison, store), comparison.grid.replicates
     single = {checkpoint: (checkpoint,) for checkpoint in comparison.grid.checkpoints}

@@ -78,8 +78,7 @@ class Losses:
     @cached_property
     def pairs(self) -> dict[tuple[str, str, str], Effect]:
         """Return (checkpoint, quantizer, another) → how much more the first quantizer loses than
-        the other; p adjusted over a checkpoint's pairs. Pairs that cannot be tested are left
-        out."""
+        the other; p adjusted over a checkpoint's pairs, those without a test left out."""
         cells: dict[str, list[str]] = defaultdict(list)
         for cell in self.terms:
             cells[cell.rpartition("/")[0]].append(cell)
@@ -128,9 +127,8 @@ def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) ->
 def score_losses(
     comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]], primary: str
 ) -> Losses:
-    """Return what quantized cells lose in the score ``primary``, TASK/METRIC; cells that cannot be
-    compared with their unquantized one are left out. ``columns``: task → (cell, metric) →
-    outcomes."""
+    """Return what quantized cells lose in the score ``primary``, TASK/METRIC; cells without an
+    unquantized one are left out. ``columns``: task → (cell, metric) → outcomes."""
     task, _, metric = primary.partition("/")
     rows = [row for row in comparison.lines if (row.task, row.metric) == (task, metric)]
     aggregation = rows[0].aggregation if rows else ""
@@ -156,8 +154,7 @@ def score_losses(
 
 
 def _inferred(comparison: Comparison, losses: Losses) -> Losses:
-    """Return ``losses`` with the intervals of cells, and with those of each group of trainings
-    against the first."""
+    """Return ``losses`` with the intervals of cells, and of each group against the first."""
     (_, base), *others = comparison.groups.items()
     asked: dict[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = {}  # "": over all
     for group, members in others:

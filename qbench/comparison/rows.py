@@ -77,8 +77,7 @@ def explanation(a: Record, b: Record) -> str:
 
 def find_cell(name: str) -> tuple[Store, Record]:
     """Return the store and the record called ``name``: a record's JSON file, or
-    DIR/CHECKPOINT/QUANTIZER. Raises ResultsError if there is none, naming the folder's cells, or if
-    it is damaged."""
+    DIR/CHECKPOINT/QUANTIZER. Raises ResultsError if there is none or it is damaged."""
     path = Path(name)
     if path.is_file():
         if b'"key_parts"' not in path.read_bytes():
@@ -164,8 +163,7 @@ class Row:
         return kind_of(self.aggregation) == "log ratio"
 
     def of(self, contrast: str) -> dict[str, Effect]:
-        """Return the effects of a contrast by checkpoint or group; those without an interval are
-        left out."""
+        """Return the effects of a contrast that have an interval, by checkpoint or group."""
         return {
             group: effect
             for (name, group), effect in self.effects.items()
@@ -178,14 +176,12 @@ class Row:
         return effect if hasattr(effect, "p") else None
 
     def delta(self, checkpoint: str) -> float | None:
-        """Return the score of ``checkpoint`` minus the baseline checkpoint's, in its units; None if
-        one of them has none."""
+        """Return the score of ``checkpoint`` minus the baseline's; None if one is missing."""
         ours, base = self.entries[checkpoint].value, next(iter(self.entries.values())).value
         return None if ours is None or base is None else ours - base
 
     def mean(self, group: str) -> float | None:
-        """Return the mean of the scores of a group of trainings; None if it has no effect, or is a
-        single checkpoint."""
+        """Return the mean score of a group of trainings; None for a single checkpoint."""
         effect = self.effect("scores", group)
         if effect is None or not effect.seeds:
             return None
@@ -278,9 +274,8 @@ class Comparison:
         return TaskDamage(flips=flips) if flips else None
 
     def problems(self) -> list[tuple[GridCell, str]]:
-        """Return (cell, line) for each thing that limits a cell: it is missing, failed or
-        unaudited, requests were cut, tasks failed or were scored exactly, or no damage was
-        measured."""
+        """Return (cell, line) for each limit of a cell: missing, failed or unaudited, cut requests,
+        tasks that failed or were scored exactly, no damage."""
         lines: list[tuple[GridCell, str]] = []
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)
@@ -318,8 +313,7 @@ BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
 
 def bits_per_weight(record: Record | None) -> float | None:
     """Return the stored bits per weight of all matrices outside embeddings and LM head if the audit
-    counted them, else of the quantized modules; of an unquantized cell those of its dtype; None if
-    nothing tells."""
+    counted them, else of the quantized modules; of an unquantized cell its dtype's; else None."""
     if record is None:
         return None
     if record.audit and record.audit.size:
@@ -336,8 +330,7 @@ def gib(record: Record | None) -> float | None:
 
 
 def status_of(record: Record | None) -> tuple[Status, str]:
-    """Return whether a record is ok, failed (also by its audit) or missing, and the reason unless
-    it is ok."""
+    """Return whether a record is ok, failed (also by its audit) or missing, and why."""
     if record is None:
         return "missing", "no record; run the recipe again"
     if record.status == "failed":

@@ -80,8 +80,7 @@ def margin_of(losses: Losses | Row) -> float:
 
 
 def ordered(comparison: Comparison, checkpoint: str) -> list[str]:
-    """Return a checkpoint's quantizers, smallest loss in the primary measure first; those without
-    it are left out."""
+    """Return a checkpoint's quantizers that have the primary measure, smallest loss first."""
     means = comparison.primary.means if comparison.primary else {}
     names = [name for name in comparison.quantizers if f"{checkpoint}/{name}" in means]
     return sorted(names, key=lambda name: means[f"{checkpoint}/{name}"])
@@ -99,8 +98,7 @@ def nearer(comparison: Comparison, checkpoint: str, name: str, other: str) -> bo
 
 def ties(comparison: Comparison, checkpoint: str) -> list[list[str]]:
     """Return a checkpoint's quantizers, smallest loss first, in groups: no test tells the members
-    of a group from its first, or there was no test. Those without the primary measure are left
-    out."""
+    of a group from its first, or there was no test. Those without a loss are left out."""
     groups: list[list[str]] = []
     for name in ordered(comparison, checkpoint):
         if groups and not nearer(comparison, checkpoint, groups[-1][0], name):
@@ -393,10 +391,7 @@ def about(comparison: Comparison) -> list[str]:
     # Answers to a file of prompts take no data; those to a task's prompts have its name as well.
     prompts = {row.label for row in comparison.lines} == {ANSWERS}
     data = "" if prompts else f"; data: {grid.data or 'not recorded'}"
-    lines = [
-        f"{grid.name}: {', '.join(names)}{missing}",
-        f"Documents: {documents}{limit}{data}",
-    ]
+    lines = [f"{grid.name}: {', '.join(names)}{missing}", f"Documents: {documents}{limit}{data}"]
     if records:
         last = max(records, key=lambda record: record.finished)
         commit = last.environment.git_revision
@@ -422,23 +417,20 @@ def effect_text(effect: AnEffect, *, percent: bool) -> str:
 
 
 def value_text(losses: Losses, value: float) -> str:
-    """Return ``value`` as ``+1.04``, in points if ``losses.percent``, or a log ratio as ``×
-    1.032``."""
+    """Return ``value`` as ``+1.04``, points if ``losses.percent``, or ``× 1.032``."""
     if losses.kind == "log ratio":
         return f"{TIMES} {ratio(value)}"
     return number(value, percent=losses.percent, signed=True)
 
 
 def nats(logarithm: float) -> str:
-    """Return exp(``logarithm``), a KL divergence, with two to three digits: ``0.29``, ``0.0041``,
-    ``1.9``."""
+    """Return exp(``logarithm``), a KL divergence, as ``0.29``, ``0.0041`` or ``1.92``."""
     value = math.exp(logarithm)
     return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.2g}"
 
 
 def interval_text(effect: AnEffect, *, percent: bool) -> str:
-    """Return ``[−1.98, +1.09]``, in points if ``percent``, or ``× [0.996, 1.069]``; ``—`` without
-    an interval."""
+    """Return ``[−1.98, +1.09]``, points if ``percent``, ``× [0.996, 1.069]``, or ``—``."""
     if not hasattr(effect, "low"):
         return NO_VALUE
     return _texts(effect, effect.low, effect.high, percent=percent, form="[{}]")

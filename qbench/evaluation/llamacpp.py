@@ -236,8 +236,7 @@ class LlamaCpp:
         progress: Advance | None = None,
     ) -> list[list[int]]:
         """Return each prompt's new token ids. Arguments are those of ``scoring.generate.decode``,
-        but ``model`` is not used, and an answer also ends once prompt and answer have ``longest``
-        tokens."""
+        but an answer also ends once prompt and answer have ``longest`` tokens."""
         answers: list[list[int]] = []
         for index, prompt in enumerate(prompts):
             tokens, answer = list(prompt.ids), []
@@ -258,8 +257,7 @@ class LlamaCpp:
     def disagreement(self, dequantized: Any, probe: Tensor) -> list[str]:
         """Return a list with one line if llama.cpp's logits on token ids ``probe`` [B, T] differ
         from those of ``dequantized``, a transformers model with the file's weights; else an empty
-        list. They differ if the median over tokens of their relative difference is above
-        ``MIXED_TOLERANCE``."""
+        list. ``MIXED_TOLERANCE`` bounds the median over tokens."""
         with torch.no_grad():
             expected = dequantized(input_ids=probe, use_cache=False).logits.float().cpu()
         logits = torch.stack(
@@ -381,9 +379,8 @@ class LlamaCppScorer(Scorer):
 
 
 def external_model(model: str, args: Mapping[str, Any]) -> LM:
-    """Return an object of the class that lm-eval registers as ``model``, such as
-    ``local-completions``, made with the arguments ``args``. Raises UnavailableError if it cannot be
-    made."""
+    """Return an object of lm-eval's class ``model``, such as ``local-completions``, made with the
+    arguments ``args``. Raises UnavailableError if that fails."""
     try:
         return get_model(model).create_from_arg_obj(dict(args))
     except Exception as error:  # whatever its library, its server or its arguments say
@@ -431,8 +428,7 @@ class ExternalScorer(LM):
             )
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the runtime's log-likelihoods of whole texts. Raises EvaluationError with its
-        error."""
+        """Return the log-likelihoods of whole texts. Raises EvaluationError with its error."""
         return self._call("loglikelihood_rolling", requests)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -450,8 +446,7 @@ class ExternalScorer(LM):
             ) from error
 
     def report(self) -> ScoringReport:
-        """Return a report that says only which class of lm-eval scored; its peak memory is 0,
-        unknown."""
+        """Return a report that only says which class of lm-eval scored; its memory is unknown."""
         return ScoringReport(
             mode="lm-eval",
             softmax_dtype="its own",

@@ -199,8 +199,7 @@ class AnswerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
-    """Settings of one cell's scorer. All but those that ``key_parts`` leaves out are part of its
-    key.
+    """Settings of one cell's scorer: part of its key, but for those that ``key_parts`` leaves out.
 
     ``batch_size`` counts padded requests (in fast mode those of the sample), ``window_batch_size``
     rolling windows of up to ``max_length`` tokens, ``batch_tokens`` the tokens of a pack without

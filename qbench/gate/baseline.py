@@ -39,8 +39,7 @@ class CellResults:
 
     @classmethod
     def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
-        """Return the results of one record, whose outcomes are ``columns``; other columns than its
-        scores' are left out."""
+        """Return the results of one record, whose outcomes are among ``columns``."""
         every, nothing = record.by_name(), Column.of(np.arange(0), [], [])
         names = [(score.task, score.metric) for score in record.scores]
         names = [name for name in names if (name[0], REDUNDANT.get(name[1])) not in names]

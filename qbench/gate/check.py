@@ -1,5 +1,4 @@
-"""Compare results with a baseline: same checkpoint? same layers quantized as well? scores within
-the margins?
+"""Compare results with a baseline: same checkpoint? layers quantized as well? scores in margins?
 
 Results of another checkpoint are refused; other parts of the keys that differ are named.
 """
@@ -59,9 +58,7 @@ CellScore = tuple[str, Name]
 
 
 def require_same(
-    old: Mapping[str, CellResults],
-    new: Mapping[str, CellResults],
-    across: Collection[str],
+    old: Mapping[str, CellResults], new: Mapping[str, CellResults], across: Collection[str]
 ) -> list[str]:
     """Return a line for each part of the keys that differs, with its cells; cells that one side
     lacks and parts ``LEFT_OUT`` are not compared. Raises ResultsError if checkpoint or normalizer
@@ -108,8 +105,7 @@ def check(
     ``margins`` are the user's (``parse_margins``), ``across`` names parts of the keys that may
     differ (``ACROSS``), ``inconclusive`` is the verdict if there are too few documents to tell.
     Raises ResultsError if results or baseline cannot be read, have no cell in common, or differ in
-    data, checkpoints or normalizers; RecipeError for a margin without a metric, or a metric without
-    a margin.
+    data, checkpoints or normalizers; RecipeError for unknown or missing margins.
     """
     old, new = read(baseline), read_results(store)
     given = dict(margins or {})
@@ -297,8 +293,7 @@ NAMED = 3  # layers named in a reason
 def layer_gates(
     cell: str, before: Audit, after: Audit, margins: Mapping[str, float]
 ) -> list[GateResult]:
-    """Compare each quantized layer of the audit ``after`` with the baseline's, ``before``: error,
-    gain, levels and bits.
+    """Compare error, gain, levels and bits of each layer of the audit ``after`` with ``before``.
 
     Returns one result per measure, with the worst layer; a single one if all layers have the same
     bits, or if some are no longer quantized; [] without layers. ``margins`` are in per cent, by
@@ -362,9 +357,8 @@ def _same_bits(old: ModuleAudit, new: ModuleAudit) -> bool:
 
 def judge(gate: GateResult, margin: Margin, was: Column, now: Column) -> GateResult:
     """Test one score's change ``gate`` for a regression beyond its ``margin``, paired by document,
-    and return it with the outcome and its reason. Without a test for its metric only the values are
-    compared. ``was`` and ``now`` are its outcomes. It fails if a document of the baseline is
-    missing."""
+    and return it with the outcome and its reason. Without a test for its metric only values are
+    compared. ``was``, ``now``: its outcomes. It fails if a document of the baseline is missing."""
     score, gone = gate.score, 0
     if not np.array_equal(was.documents, now.documents):
         gone = int((~np.isin(was.documents, now.documents)).sum())

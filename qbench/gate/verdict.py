@@ -37,8 +37,7 @@ class Regression(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateResult:
-    """Hold one comparison with the baseline. Without ``task`` the whole cell could not be
-    compared.
+    """Hold one comparison with the baseline. Without ``task``: the cell could not be compared.
 
     Of a ``score`` that both sides have: its values and ``documents``, on those that both scored;
     ``effect``, what the new result loses, positive is worse, None if all outcomes are the same;
@@ -68,8 +67,7 @@ class GateResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Hold all comparisons and the answer. ``exit_code`` is 0 for pass and 1 for fail; unusable
-    input raises (2)."""
+    """Hold all comparisons and the answer; ``exit_code`` is 0 for pass and 1 for fail."""
 
     results: str
     baseline: str
@@ -277,8 +275,7 @@ class Margin:
 def parse_margins(texts: Sequence[str]) -> dict[str, float]:
     """Return metric → margin of texts such as ``["acc=0.5", "word_perplexity=1"]``. ``acc`` and
     ``perplexity`` mean all accuracies and all perplexities that are not named, a metric's name for
-    it with any of lm-eval's filters. Raises RecipeError for any other text, or a metric given
-    twice."""
+    it with any of lm-eval's filters. Raises RecipeError for any other text, or a metric twice."""
     margins = {}
     for text in texts:
         metric, _, number = text.rpartition("=")
@@ -325,8 +322,7 @@ def margin_of(
     """Return the margin of one ``score`` of the baseline: the ``given`` one by its metric's name,
     with or without filter, or its family's (acc, perplexity), else the smallest that its documents
     support. ``column`` has its outcomes, ``variance`` those of each prompt's mean if answers are
-    drawn, ``lines`` is the number of scores that are compared together. Call ``require_known``
-    before."""
+    drawn, ``lines`` scores are compared together. Call ``require_known`` before."""
     family = _family(score)
     supported = math.nan
     if family is not None:
@@ -339,8 +335,7 @@ def margin_of(
 
 
 def _family(score: Score) -> str | None:
-    """Return ``acc`` or ``perplexity``, or the metric itself for logarithms of means; None if no
-    default margin exists."""
+    """Return ``acc``, ``perplexity``, or a metric that is a mean's logarithm; None: no default."""
     if is_percentage(score.metric):
         return "acc"
     if score.aggregation == LOG_MEAN:
@@ -380,8 +375,7 @@ def _supported(score: Score, column: Column, lines: int, drawn: float) -> float:
 @functools.cache
 def _bound_of_flips(documents: int, missed: float, flips: float) -> float:
     """Return the one-sided bound on the loss, as a fraction, that is exceeded with probability
-    ``missed`` when a share ``flips`` of the answers changes at random, lost and won at the same
-    rate."""
+    ``missed`` when a share ``flips`` of the answers changes, lost and won at the same rate."""
     rate = flips * documents / 2  # of either, Poisson
     # Lost − won: Skellam's distribution (Johnson 1959), whose quantiles scipy.stats may not find.
     beyond = special.chndtr(2 * rate, 2 * np.arange(1, documents + 100), 2 * rate)

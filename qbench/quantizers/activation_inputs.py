@@ -40,9 +40,8 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
 
 
 def install(model: nn.Module, settings: RoundedInputs, tensors: Mapping[str, Tensor]) -> None:
-    """Quantize the inputs of the layers of ``model`` as ``settings`` say, with the ``tensors`` of
-    ``calibrate`` (empty: dynamic scales). Raises QuantizationError for layers whose inputs groups
-    do not divide."""
+    """Quantize the inputs of the layers of ``model``, with the ``tensors`` of ``calibrate`` (empty:
+    dynamic scales). Raises QuantizationError for layers whose inputs groups do not divide."""
     modules, form = layers_with_inputs(model, settings.ignore), settings.format
     settings.check_layers({n: (m.out_features, m.in_features) for n, m in modules.items()})
     fixed = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}

@@ -42,8 +42,7 @@ logging.getLogger("bitsandbytes.autograd._functions").addFilter(
 
 
 class Linear4(bitsandbytes.nn.Linear4bit):
-    """bitsandbytes' 4-bit layer, correct for every width on a CPU too. ``routed``: it belongs to an
-    expert."""
+    """bitsandbytes' 4-bit layer, correct for every width on a CPU too. ``routed``: an expert's."""
 
     routed = False
 
@@ -59,8 +58,7 @@ class Linear4(bitsandbytes.nn.Linear4bit):
         return device_type != "cpu" and not (self.uneven or self.routed)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ + bias [..., out], by the library or by the dequantized weight, see
-        ``by_library``."""
+        """Return x Wᵀ + bias [..., out], by the library if ``by_library``, else dequantized."""
         if self.by_library(x.device.type):
             return super().forward(x)
         data, state = self.weight.data, self.weight.quant_state

@@ -75,8 +75,7 @@ def matching(names: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
 
 
 def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) -> None:
-    """Raise QuantizationError, whose message begins with ``what``, for a pattern that matches no
-    name."""
+    """Raise QuantizationError, beginning with ``what``, for a pattern that matches no name."""
     names = list(names)
     for pattern in patterns:
         if not matching(names, (pattern,)):
@@ -103,8 +102,7 @@ def alike(names: Iterable[str]) -> dict[str, list[str]]:
 
 def ignore_advice(names: Iterable[str], every: Iterable[str]) -> str:
     """Return the ``ignore`` setting that leaves out ``names`` and no other layer of ``every``: a
-    pattern for layers that only differ in numbers if all of these are in ``names``, else full
-    names."""
+    pattern for layers that only differ in numbers if all are in ``names``, else names."""
     all_alike = alike(every)
     patterns = [
         pattern
@@ -243,8 +241,7 @@ class WeightSettings(Settings):
     # What the audit may expect
 
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Return the bits per weight of a matrix [rows, columns] beside its code: of scales, zeros
-        and indices."""
+        """Return the bits per weight of a matrix [rows, columns] for scales, zeros, indices."""
         raise NotImplementedError
 
     @property
@@ -322,8 +319,7 @@ class QuantizationConfig:
 
     def fitted(self, shapes: Shapes) -> QuantizationConfig:
         """Return the config with all choices made that depend on the ``shapes`` of a model's linear
-        layers, such as a group size that divides them all. Empty ``shapes``, if unknown, choose
-        nothing."""
+        layers, such as a group size that divides them all; none if ``shapes`` are empty."""
         return replace(self, **{k: p.fitted(shapes) for k, p in self.parts.items() if shapes})
 
 

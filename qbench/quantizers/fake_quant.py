@@ -113,9 +113,8 @@ def scale_of_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> S
 def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
     """Return the scale (float32, rounded by ``stored``), and of an asymmetric format the zero, for
     values between ``low`` and ``high``, of one shape. An asymmetric range is widened to hold 0. The
-    scale is 0 if all values are 0, or too small for a float16 scale, and NaN if an end is infinite,
-    or too large for one. For a symmetric format ``low`` may be None and ``high`` the largest
-    magnitude."""
+    scale is 0 if all values are, or are too small for float16, and NaN if an end is infinite or too
+    large. For a symmetric format ``low`` may be None and ``high`` the largest magnitude."""
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
         return Scale(stored(divided(largest, form.span), form))
@@ -143,8 +142,7 @@ def stored(scale: Tensor, form: QuantFormat) -> Tensor:
 
 
 def quantize(x: Tensor, form: QuantFormat, by: Scale) -> Tensor:
-    """Return the codes of float32 ``x`` under the scale ``by``, float32: integers, or values of a
-    float format."""
+    """Return the float32 codes of ``x`` under the scale ``by``: integers or a format's values."""
     if form.type == "float":
         return nearest(x / divisor(by.scale), ELEMENTS[form.element])
     if by.zero is None:
@@ -182,8 +180,7 @@ def not_finite(x: Tensor) -> Tensor:
 
 
 def exponent_of(x: Tensor) -> Tensor:
-    """Return ⌊log2|x|⌋ of float32 values, int32; −127 for 0 and subnormal ones, 128 if
-    not finite."""
+    """Return ⌊log2|x|⌋ of float32, int32; −127 for 0 and subnormal values, 128 if not finite."""
     return ((x.view(torch.int32) >> 23) & 255) - 127
 
 
@@ -202,8 +199,7 @@ class FakeQuant:
     paused: bool = False
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
-        """Return the forward pre-hook of the module ``name``: it rounds the first argument unless
-        ``paused``."""
+        """Return the pre-hook of the module ``name``: it rounds the first argument."""
 
         def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
             if self.paused:
@@ -256,8 +252,7 @@ def _range(x: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Tensor]) -> None:
-    """Set the cache that ``settings`` describe on every attention module of ``model``; ``tensors``
-    is not used."""
+    """Set the cache that ``settings`` describe on every attention module of ``model``."""
     cache = KVFakeQuant(settings)
     for module in attention_modules(model).values():
         setattr(module, KV_CACHE, cache)
@@ -273,8 +268,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def evidence(model: nn.Module, settings: KVCache) -> dict[str, KVFakeQuant]:
-    """Return the cache of each attention module that has one, by module's name; ``settings`` is not
-    used."""
+    """Return the cache of each attention module that has one, by module's name."""
     return {
         name: getattr(module, KV_CACHE)
         for name, module in model.named_modules()

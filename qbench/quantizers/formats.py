@@ -69,8 +69,7 @@ class QuantFormat:
 
     @property
     def sides(self) -> str:
-        """Return ``, symmetric`` or ``, asymmetric`` for integers, to follow other words; "" for
-        floats."""
+        """Return ``, symmetric`` or ``, asymmetric`` for integers, "" for floats."""
         if self.type == "float":
             return ""
         return ", symmetric" if self.symmetric else ", asymmetric"
@@ -84,16 +83,14 @@ class QuantFormat:
 
     @property
     def smallest(self) -> float:
-        """Return the smallest code: −2^(num_bits − 1), 0 if asymmetric; of floats the negative of
-        the largest value."""
+        """Return the smallest code: −2^(num_bits − 1), 0 if asymmetric; of floats −``largest``."""
         if self.type == "float":
             return -self.largest
         return -(2.0 ** (self.num_bits - 1)) if self.symmetric else 0.0
 
     @property
     def span(self) -> float:
-        """Return the divisor that gives the scale of a largest magnitude, or if asymmetric of a
-        range."""
+        """Return the divisor of a largest magnitude, or if asymmetric of a range: its scale."""
         if self.type == "float" or not self.symmetric:
             return self.largest
         return (2.0**self.num_bits - 1) / 2
@@ -105,8 +102,7 @@ class QuantFormat:
 
 
 def number(element: str) -> dict[str, Any]:
-    """Return the fields ``type`` and ``num_bits`` of ``QuantFormat`` for a code's format: ``int4``,
-    ``fp8``."""
+    """Return ``type`` and ``num_bits`` of a ``QuantFormat`` by name: ``int4``, ``fp8``."""
     kind = "float" if element.startswith("fp") else "int"
     return {"type": kind, "num_bits": int(element.removeprefix("fp").removeprefix("int"))}
 

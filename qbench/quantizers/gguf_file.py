@@ -49,8 +49,7 @@ def _reader(path: str) -> Any:
 def describe(path: str) -> dict[str, Any]:
     """Return the file's ``sizes`` under config.json's names, and ``counted``, fields of
     PublishedCopy: bits per weight and ``StoredSize``. Raises CheckpointError if ``path`` is no GGUF
-    file, a part of one, or has experts that are not supported; UnavailableError without the gguf
-    package."""
+    file, a part of one, or has unsupported experts; UnavailableError without the gguf package."""
     reader = _reader(path)
     architecture = _field(reader, "general.architecture")
     names = {
@@ -115,8 +114,7 @@ def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
 
 
 def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
-    """Return module → the names of its tensors in the file: none, one, or two for an expert's
-    gate_up_proj."""
+    """Return module → the names of its tensors: none, one, or two for an expert's gate_up_proj."""
     architecture = _field(_reader(path), "general.architecture")
     kinds = {name: kind for kind, name in library().MODEL_ARCH_NAMES.items()}
     if architecture not in kinds:
@@ -173,8 +171,7 @@ def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np
 def write_llama(model: Path, path: Path, kind: str, quantize_chunk: Any) -> None:
     """Write the Llama model in the folder ``model`` as a GGUF file without a vocabulary, which is
     scored by token ids. llama.cpp's function ``quantize_chunk`` rounds its layers to the type
-    ``kind``, unless it is None; other matrices are bfloat16 if that holds them exactly, else
-    float32."""
+    ``kind``, unless it is None; others are bfloat16 if that holds them exactly, else float32."""
     from transformers import AutoModelForCausalLM
 
     gguf = library()

@@ -21,8 +21,7 @@ CHUNK = 64  # largest Sylvester matrix that is multiplied by at once
 
 def factors(order: int) -> tuple[int, ...] | None:
     """Return the orders of the matrices whose Kronecker product is the Hadamard matrix of
-    ``order``: a Paley matrix first, if needed, then powers of two up to ``CHUNK``; None if none can
-    be built."""
+    ``order``: a Paley matrix first, if needed, then powers of two up to ``CHUNK``; or None."""
     power = order & -order
     odd, paley = order // power, 1
     if odd > 1:

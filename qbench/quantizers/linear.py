@@ -1,5 +1,4 @@
-"""Find the weight matrices of a model, which a method for weights must cover, and the linear layers
-that it replaces.
+"""Find a model's weight matrices, which a method must cover, and the linear layers it replaces.
 
 A weight matrix is a floating-point parameter, not a bias, with at least two dimensions longer than
 one, which the model multiplies with activations. These are linear layers, Conv1D layers of GPT-2,
@@ -130,8 +129,7 @@ def kept_in_float32(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 def linearize(model: nn.Module) -> None:
     """Replace every Conv1D (of GPT-2: a linear layer with a transposed weight) and experts that are
-    stored as one parameter by linear layers, in place. Raises QuantizationError for these in a
-    streamed model."""
+    stored as one parameter by linear layers. Raises QuantizationError if these are streamed."""
     others = {
         name: module
         for name, module in model.named_modules()
@@ -180,8 +178,7 @@ def kept_weight(
 
 class DequantizedLinear(nn.Module):
     """A linear layer that multiplies by its dequantized stored weight, kept as ``kept_weight``
-    says. It replaces ``layer`` and has its dtype. The stored ``tensors`` are its buffers, by
-    name."""
+    says. It replaces ``layer``, has its dtype, and ``tensors`` as buffers."""
 
     def __init__(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], settings: WeightSettings
@@ -290,8 +287,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def values(weight: Tensor) -> Tensor:
-    """Return ``weight`` as a plain tensor; a library's tensor subclass, such as torchao's, is
-    dequantized."""
+    """Return ``weight`` as a plain tensor; a tensor subclass, such as torchao's, is dequantized."""
     held = weight.data
     return held if type(held) is Tensor else held.dequantize()
 
@@ -320,8 +316,7 @@ def not_finite(model: nn.Module) -> list[str]:
 
 
 def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return scalar tensors as floats, in one transfer: processes that share a GPU wait for each
-    transfer."""
+    """Return scalar tensors as floats, in one transfer: each waits for others on the GPU."""
     if not scalars:
         return {}
     device = next(iter(scalars.values())).device
@@ -349,8 +344,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def first_part(module: nn.Module) -> str | None:
-    """Return the name of the first parameter that experts multiply by; None if ``module`` has no
-    experts."""
+    """Return the name of the first parameter that experts multiply by; None without experts."""
     if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
         return None
     return "gate_up_proj" if module.has_gate else "up_proj"

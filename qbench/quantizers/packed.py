@@ -77,8 +77,7 @@ class PackedLinear(DequantizedLinear):
         return weight.to(self.compute_dtype).to(self.dtype)
 
     def groups(self, weight: Tensor, settings: WeightSettings) -> Tensor:
-        """Return a matrix [out, in] as [groups, weights of a group], its columns in the order of
-        the codes."""
+        """Return a matrix [out, in] as [groups, weights of a group], in the order of the codes."""
         if self.order is not None:
             weight = weight[:, torch.argsort(self.order.long()).to(weight.device)]
         return super().groups(weight, settings)
@@ -110,8 +109,7 @@ def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def pack(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
-    """Return the tensors to store: ``codes`` float32 [out, in] packed, scale float16 and zero uint8
-    [out, groups]."""
+    """Return what is stored: ``codes`` float32 [out, in] packed, scale float16, zero uint8."""
     return {
         "codes": pack_codes(codes.to(torch.uint8), bits),
         "scale": scale.half().contiguous(),

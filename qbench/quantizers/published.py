@@ -2,8 +2,7 @@
 
 Everything about a copy is read from its files: transformers' own mapping says whether it loads, the
 headers how many bits its layers take, its forward pass what its weights are. The library that loads
-it reads its ``quantization_config``; here that only tells whether activations or the KV cache are
-rounded.
+it reads its ``quantization_config``; here it only tells what else is rounded.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def format_rows() -> Iterator[tuple[str, str]]:
 )
 @settings
 class Published(WeightSettings):
-    """A quantized checkpoint as a recipe names it; a plan replaces it by ``PublishedCopy``, which
-    its files describe."""
+    """A quantized checkpoint as a recipe names it; a plan replaces it by a ``PublishedCopy``."""
 
     method: ClassVar[str] = "checkpoint"
     backend: ClassVar[str] = "stored_bits"
@@ -209,8 +207,7 @@ class PublishedCopy(Published):
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Return (1, 64) for 4-bit bitsandbytes on a CPU, which reads whole blocks alone; else (1,
-        1)."""
+        """Return (1, 64) for 4-bit bitsandbytes on a CPU, which reads whole blocks; else (1, 1)."""
         on_cpu = self.format == "bitsandbytes" and self.num_bits == 4 and self.device == "cpu"
         return (1, 64) if on_cpu else (1, 1)
 

@@ -142,8 +142,7 @@ def quantize(
     of the plug-in that defines the model's normalizer, if any. ``progress(done, total)`` is called
     meanwhile. The model's attention function does not change.
 
-    Raises QuantizationError if a method refuses the model, UnavailableError if its library is
-    missing.
+    Raises QuantizationError if a method refuses the model, UnavailableError without its library.
     """
     if not config.precision.quantized:
         return model, f"unquantized, {config.compute_dtype}"
@@ -194,9 +193,8 @@ def make(
 ) -> tuple[Tensors, str]:
     """Return the tensors to store, and a line on how they were made; ``model`` may be overwritten.
 
-    Tensors ``weights:<module>/<part>`` belong to the module that replaces a layer; those of other
-    kinds are named ``<kind>:…`` by their backend. Raises QuantizationError if a method refuses the
-    model.
+    Tensors ``weights:<module>/<part>`` belong to the module that replaces a layer; other kinds' are
+    named ``<kind>:…`` by their backend. Raises QuantizationError if a method refuses the model.
     """
     tensors: Tensors = {}
     if config.transform is not None:  # apply() transforms the model that it is given
@@ -253,8 +251,7 @@ def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict
 
 
 def unpack(model: nn.Module, name: str, settings: WeightSettings) -> PackedWeight | None:
-    """Return the stored tensors of the layer ``name`` of ``model``; None if the layer was not made
-    by ``settings``."""
+    """Return the stored tensors of the layer ``name``; None if ``settings`` did not make it."""
     load_block(model, name)
     layer, functions = layer_of(model, name), backend(settings)
     kind = getattr(functions, "from_packed", DequantizedLinear)
@@ -361,8 +358,7 @@ def _obtain(
     calibration: Calibration | None,
     progress: Advance,
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors by name, read from disk or else computed and written, and a line that says
-    which."""
+    """Return the tensors by name, read from disk or computed and written, and a line on which."""
     again = ""
     try:
         stored = store.read(offload_device(model))

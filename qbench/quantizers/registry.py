@@ -116,8 +116,7 @@ class Unquantized(Settings):
 
 
 def methods(kind: str) -> list[Method]:
-    """Return the registered methods of a ``kind``, such as ``weights``, in the order of
-    registration."""
+    """Return the methods of a ``kind``, such as ``weights``, in the order of registration."""
     return [method for method in METHODS.values() if method.settings.kind == kind]
 
 
@@ -201,8 +200,7 @@ def config_of(
 
 
 def _keyed(kind: str, value: Any, compute_dtype: str) -> Settings:
-    """Return the settings for a recipe's key ``kind`` (weights, kv_cache, …) with this
-    ``value``."""
+    """Return the settings for a recipe's key ``kind`` (weights, …) with this ``value``."""
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = options.pop("name", None)
     try:
@@ -243,8 +241,7 @@ def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def unquantized_dtype(entries: Sequence[Any]) -> str:
     """Return the dtype of the only unquantized entry of a recipe's list; bfloat16 if there is none,
-    or more than one. Quantized cells take it too, so that their damage is that of quantization
-    only."""
+    or more than one. Quantized cells take it too, so that only quantization does damage."""
     named = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
     dtypes = [dtype for dtype, name in UNQUANTIZED.items() if name in named]
     return dtypes[0] if len(dtypes) == 1 else "bfloat16"

@@ -22,9 +22,8 @@ from qbench.quantizers.methods.equal_models import Rotation
 
 @torch.no_grad()
 def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, Tensor]) -> None:
-    """Rotate ``model`` by Q, in place; ``tensors`` is not used. An LM head that shares the
-    embeddings gets separate weights, since the last norm's weight is multiplied into the head
-    only."""
+    """Rotate ``model`` by Q, in place. A tied LM head gets separate weights, since the last norm's
+    weight is multiplied into the head only."""
     decoder, head = model.model, model.lm_head
     embeddings = decoder.embed_tokens
     draw = torch.Generator().manual_seed(settings.seed)
@@ -52,8 +51,7 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """Return x H / √n along the last axis of ``x`` [..., n], in its dtype; n must have
-    ``hadamard.factors``."""
+    """Return x H / √n along the last axis of ``x`` [..., n]; n must have ``hadamard.factors``."""
     order = x.shape[-1]
     parts = factors(order)
     y, after = x, order
@@ -85,8 +83,7 @@ class RotatedMlp(nn.Module):
         self.act_fn = mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP's output [..., hidden] for ``x`` [..., hidden], the input of down_proj
-        rotated."""
+        """Return the MLP's output for ``x`` [..., hidden], the input of down_proj rotated."""
         return self.down_proj(online(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
 
 

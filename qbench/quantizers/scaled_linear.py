@@ -53,8 +53,7 @@ class ScaledLinear(DequantizedLinear):
 
 def quantize(name: str, layer: nn.Linear, settings: RoundedWeights) -> Tensors:
     """Return the tensors of a ``ScaledLinear``: the weight of ``layer`` rounded to nearest in the
-    settings' format, as ``codes`` and ``scale``, for NVFP4 also ``tensor_scale``. ``name`` is not
-    used."""
+    settings' format, as ``codes`` and ``scale``, for NVFP4 also ``tensor_scale``."""
     if settings.format.group_size == WHOLE_ROW:
         codes, scale = encode(layer.weight.detach(), settings.format)
         return {"codes": codes, "scale": scale}

@@ -97,8 +97,7 @@ def _owners(
 
 def write_gguf_into(model: nn.Module, path: str) -> None:
     """Replace the weights of ``model``, the original, by those of the GGUF file ``path``,
-    dequantized; parameters that it lacks stay. Raises CheckpointError for a tensor of another
-    shape."""
+    dequantized; parameters that it lacks stay. Raises CheckpointError for other shapes."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

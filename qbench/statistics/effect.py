@@ -76,8 +76,7 @@ class Effect:
 
     ``kind`` says what the numbers are: a ``difference`` in the units of the score, or, for
     perplexities and KL divergences, a ``log ratio``: the same contrast of their logarithms. A
-    perplexity in the millions has no useful error of its own, so there is no interval of its raw
-    difference.
+    perplexity in the millions has no useful error of its own, so its difference has no interval.
 
     ``drawn`` is the standard error that comes from drawing answers, which the interval includes.
     ``bounds`` are the one-sided 95 % bounds. ``method`` has the contrast at ``place``.
@@ -175,8 +174,7 @@ def effects(
 
 
 def effect(panel: Panel, signs: Signs, aggregation: str) -> Answer:
-    """Return the effect of the contrast ``signs`` of the panel's columns, or why there is none, as
-    ``effects``."""
+    """Return the effect of the contrast ``signs`` of the panel's columns, as ``effects``."""
     return _effects(panel, [signs], aggregation)[0]
 
 
@@ -287,8 +285,7 @@ class _Block:
 
     def _score_test(self, made: Contrasts) -> ScoreTest:
         """Return the score test of contrasts of scores in a known range. A difference of
-        differences is assumed to change by at most one answer per document, unless more was
-        observed."""
+        differences changes by at most one answer per document, unless more was seen."""
         most = np.where(made.signs != 0, self.most, 0).max(axis=1)
         least = np.where(most <= 1, 1.0, 100.0)
         reach = np.maximum.reduce([least, made.steps.max(axis=1), -made.steps.min(axis=1)])
@@ -308,8 +305,7 @@ class _Block:
         return StudentT(estimate=made.estimate, stderr=made.stderr, freedom=freedom, grain=grain)
 
     def _effects(self, places: NDArray, method: Method) -> Iterator[tuple[int, Effect]]:
-        """Yield (index of the contrast, effect) for the contrasts ``places``, which ``method``
-        holds."""
+        """Yield (index of the contrast, effect) for ``places``, the contrasts of ``method``."""
         ends, bounds = method.intervals(1 - LEVEL, 1 - method.sides * LEVEL)
         numbers = (places, method.estimate, *ends, method.stderr, *bounds, method.p())
         rows = zip(*(each.tolist() for each in numbers), strict=True)

@@ -43,8 +43,7 @@ class Method:
         return type(self)(**{f.name: getattr(self, f.name)[..., places] for f in fields(self)})
 
     def interval(self, confidence: float | Floats) -> Ends:
-        """Return the lower and upper ends of two-sided intervals, for one ``confidence`` (0.95) or
-        one per estimate."""
+        """Return both ends of two-sided intervals, for one ``confidence`` or one per estimate."""
 
     def intervals(self, *confidences: float) -> list[Ends]:
         """Return the intervals of all estimates for each of ``confidences``."""
@@ -81,8 +80,7 @@ class StudentT(Method):
         return np.where(self.stderr > 0, p, self.estimate == 0)
 
     def size_at(self, level: float | Floats) -> Floats:
-        """Return the size that the t test at ``level`` detects with 80 % power, with ``grain`` as
-        error."""
+        """Return the size that the t test at ``level`` detects with 80 % power, by ``grain``."""
         return detectable_by_t(self.grain, self.freedom, level)
 
 
@@ -202,8 +200,7 @@ class BootstrapT(Method):
     missed: Floats  # [2, estimates]: how much farther the two ends are, see MISSED_NATS
 
     def interval(self, confidence: float | Floats) -> Ends:
-        """Return the ends by the bootstrap's quantiles, no nearer than Student's t, plus
-        ``missed``."""
+        """Return the ends by bootstrap quantiles, no nearer than Student's t, plus ``missed``."""
         reach = special.stdtrit(self.freedom, (1 + confidence) / 2)
         low = np.minimum(-reach, self._quantile(-reach * self._stretch))
         high = np.maximum(reach, self._quantile(reach * self._stretch))
@@ -228,8 +225,7 @@ class BootstrapT(Method):
         return 2 * special.stdtr(self.freedom, -np.minimum(np.abs(seen), normal / self._stretch))
 
     def size_at(self, level: float | Floats) -> Floats:
-        """Return the size that a t test at ``level`` detects with 80 % power, plus the larger of
-        ``missed``."""
+        """Return the size that a t test at ``level`` detects with 80 % power, plus ``missed``."""
         return detectable_by_t(self.counted, self.freedom, level) + self.missed.max(axis=0)
 
     def _quantile(self, normal: Floats) -> Floats:
@@ -304,8 +300,7 @@ def bootstrap_log_means(made: Contrasts, scores: Scores, *, kl: bool) -> tuple[N
 
 
 def _rounds_of_log_means(scores: Scores, signs: Floats) -> Floats:
-    """Return (estimate − truth) / standard error of each Σ sign · ln(mean) in each bootstrap round,
-    [contrasts, rounds]."""
+    """Return (estimate − truth) / error of Σ sign · ln(mean), [contrasts, rounds]."""
     documents, columns = scores.documents, []
     for sign in signs:
         used = np.flatnonzero(sign)
@@ -434,8 +429,7 @@ class ScoreTest(Method):
         return np.where(mean == 0, 1.0, p)
 
     def size_at(self, level: float | Floats) -> Floats:
-        """Return the mean that the score test at ``level`` detects with 80 % power, see
-        ``detectable_mean``."""
+        """Return the ``detectable_mean`` of the score test at ``level``."""
         square = (self.values**2 * self.counts).sum(axis=0) / self.documents
         reach = np.maximum(np.abs(self.lowest), np.abs(self.highest))
         return detectable_mean(square, self.documents, reach=reach, level=level)

@@ -36,8 +36,7 @@ class Column:
 
     @classmethod
     def of(cls, document: ArrayLike, value: ArrayLike, weight: ArrayLike) -> Column:
-        """Return the column of arrays [rows] ``document`` (id), ``value`` and ``weight``, summed by
-        document."""
+        """Return the column of arrays [rows], summed by ``document`` (id)."""
         documents = np.asarray(document)
         values, weights = (np.asarray(each, float) for each in (value, weight))
         if not (documents.dtype.kind == "i" and (np.diff(documents) > 0).all()):
@@ -66,8 +65,7 @@ def on_shared_documents(columns: Iterable[Column]) -> list[Column]:
 
 
 def joined(columns: Mapping[str, Column]) -> Column:
-    """Return the columns of several tasks (by name) as one column over all of their documents,
-    named "task document"."""
+    """Return the columns of several tasks as one over all of their documents, "task document"."""
     parts = [
         [f"{task} {document}" for document in column.documents] for task, column in columns.items()
     ]
@@ -113,11 +111,7 @@ class Panel:
 
 
 # Aggregation → the slope of what is compared, on Σ values / Σ weights.
-INFLUENCE = {
-    "mean": 1.0,
-    "bits_per_byte": -1 / math.log(2),
-    **dict.fromkeys(LOG_SCALE, -1.0),
-}
+INFLUENCE = {"mean": 1.0, "bits_per_byte": -1 / math.log(2), **dict.fromkeys(LOG_SCALE, -1.0)}
 ROUNDING = 1e-12  # of sums of doubles, relative to their terms
 UNTHREADED = 10_000  # terms of a dot product that OpenBLAS computes in one thread
 
@@ -155,8 +149,7 @@ class Scores:
     """Computes the scores of columns on the scale that is compared, linearized (delta method).
 
     ``shares`` are each document's share of a score's error, [columns, documents], which add up to 0
-    but for leverage: a share is divided by 1 − its leverage, since a long page pulls the ratio
-    towards itself.
+    but for leverage: a share is divided by 1 − its leverage, for a long page pulls the ratio.
     """
 
     def __init__(self, panel: Panel, aggregation: str) -> None:
@@ -173,8 +166,7 @@ class Scores:
 
     def contrasts(self, signs: Floats) -> Contrasts:
         """Return the contrasts of ``signs`` [contrasts, columns]. Estimate and error are exactly 0
-        if the terms cancel up to rounding. Accuracies of equally many documents are subtracted as
-        counts."""
+        if the terms cancel up to rounding. Accuracies of equal size are subtracted as counts."""
         mostly_zeros = sparse.csr_array(signs)
         terms, steps = mostly_zeros @ self.shares, mostly_zeros @ self.values
         stderr = error_of(terms)

@@ -62,8 +62,7 @@ def over_trainings(
 
 def over_seeds(panel: Panel, groups: Trainings, aggregation: str) -> Effect | Missing:
     """Return the effect Σ over ``groups`` of the mean of a group's contrasts, of all columns of the
-    panel. ``Missing`` if a group has one training, if there are too few documents, or if a score is
-    not finite.
+    panel. ``Missing`` with one training, too few documents, or a score that is not finite.
 
     Contrasts of trainings that are pairs (same seed, data and order) are in one group; of two
     normalizers with unequal numbers of trainings each is a group of its own.

@@ -142,8 +142,7 @@ def summary(comparison: Comparison) -> str:
 def legend(
     comparison: Comparison, rows: Sequence[dict[str, str]], tasks: Sequence[str]
 ) -> list[str]:
-    """Return a sentence per column and mark of ``rows`` on its meaning. ``tasks``: the names of the
-    tasks' columns."""
+    """Return a sentence per column and mark of ``rows``. ``tasks``: names of the tasks' columns."""
     metrics = {row.label: metric_title(row.metric) for row in _first_rows(comparison)}
     text = "".join(text for row in rows for text in row.values())
     notes = ["KL: divergence of the predictions from the unquantized model’s, nats per token."]
@@ -212,8 +211,7 @@ def _first_rows(comparison: Comparison) -> list[Row]:
 
 
 def _value(comparison: Comparison, row: Row, group: str) -> str:
-    """Return the damage in one score; for an unquantized precision the score, marked if the model
-    may have guessed."""
+    """Return the damage in one score; if unquantized the score, marked if it may be guessed."""
     if row.quantized:
         return effect_text(row.effects.get(("damages", group)), percent=row.percent)
     value, entry = row.mean(group), row.entries.get(group)

@@ -87,9 +87,8 @@ SEEDS_NOTE = "Trainings of one kind: their mean, in brackets the lowest and the 
 
 
 def table_4(results: AnalysisResults) -> list[Table]:
-    """Return a list with the paper's table 4: a row per analyzed cell and group of trainings that
-    were all analyzed, with the KL divergence of each quantized cell of the same weights; [] without
-    cells."""
+    """Return a list with the paper's table 4: a row per analyzed cell and per group of analyzed
+    trainings, with the KL divergence of each quantized cell of the same weights."""
     cells = {each.cell: [each] for each in results.cells}
     groups = {
         f"{group}/{quantizer}, {len(members)} trainings": [
@@ -112,11 +111,7 @@ def table_4(results: AnalysisResults) -> list[Table]:
             values = [kl_of[each.cell].get(label) for each in analyses]
             row[f"KL {label}"] = _spread(values, significant)
         rows.append({"Cell": name, **row})
-    notes = [
-        *NOTES,
-        *([KL_NOTE] if labels else []),
-        *([SEEDS_NOTE] if groups else []),
-    ]
+    notes = [*NOTES, *([KL_NOTE] if labels else []), *([SEEDS_NOTE] if groups else [])]
     title = "Sinks, hidden states, sparsity: the softpick paper's table 4"
     return from_rows(rows, title=title, notes=notes)
 
@@ -150,8 +145,7 @@ def _kl_by_quantizer(analysis: Analysis, results: AnalysisResults) -> dict[str, 
 
 
 def mean_kl(record: Record) -> float | None:
-    """Return the mean KL divergence over all scored tokens of all tasks, nats per token; None if it
-    was not measured."""
+    """Return the mean KL over all scored tokens, nats per token; None if it was not measured."""
     if not isinstance(record.damage, Damage):
         return None
     every = [task.distributions for task in record.damage.tasks.values() if task.distributions]
@@ -170,8 +164,7 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
 
 
 def texts_read(analyses: Sequence[Analysis]) -> list[str]:
-    """Return a line per text that was read, with its length, device and attention, and the cells
-    that read it."""
+    """Return a line per text: its length, device and attention, and the cells that read it."""
     lines = []
     for each in analyses:
         text = each.text
@@ -203,8 +196,7 @@ LEFT_OUT = ("maps",)  # attention maps stay in the records: a number per weight
 
 
 def analyses_csv(results: AnalysisResults) -> str:
-    """Return all numbers but attention maps in full precision as CSV, one per row; "" if there are
-    none.
+    """Return all numbers but attention maps in full precision as CSV, one per row; "" without any.
 
     Columns: ``analysis`` (text or sensitivity), ``checkpoint``, ``quantizer``, ``measure`` (the
     field of the record, dotted, list items by their index: layers and heads from 0; of a

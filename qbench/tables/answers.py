@@ -1,5 +1,4 @@
-"""Build the tables of answers: how quantization changed them, by class and by position of
-tokens."""
+"""Build the tables of answers: how quantization changed them, by class and position of tokens."""
 
 from __future__ import annotations
 

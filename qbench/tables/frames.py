@@ -28,8 +28,7 @@ DOCUMENT = ["task", "metric", "document"]
 
 @dataclass(frozen=True, repr=False)
 class Results:
-    """Hold the results of an evaluation. Printed it gives the terminal's summary, in a notebook a
-    short one."""
+    """Hold the results of an evaluation. Printed it gives the terminal's summary."""
 
     comparison: Comparison
     store: Store

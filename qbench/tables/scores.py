@@ -153,8 +153,7 @@ def seed_notes(
 
 
 def effects_of(rows: Iterable[Row], *contrasts: str) -> list[Effect]:
-    """Return the effects of these ``contrasts`` ("deltas", "damages", …) in all rows, those without
-    an interval left out."""
+    """Return the effects with an interval of ``contrasts`` ("deltas", "damages", …) in all rows."""
     return [each for row in rows for name in contrasts for each in row.of(name).values()]
 
 
@@ -187,8 +186,7 @@ def precision_notes(rows: Iterable[Row]) -> list[str]:
 
 def drawn_notes(rows: Iterable[Row]) -> list[str]:
     """Return a line per metric whose answers are drawn: how much drawing other answers to the same
-    prompts changes a damage, and how many prompts or samples would show a loss of a hundredth; []
-    if none are drawn."""
+    prompts changes a damage, and how many prompts or samples would show a loss of 1 %."""
     effects_of: dict[str, list[Effect]] = {}
     for row in rows:
         for effect in row.of("damages").values():
@@ -235,8 +233,7 @@ class MethodLines:
 
 
 def by_method(comparison: Comparison) -> list[MethodLines]:
-    """Return the content of one set of tables per quantization method; of a single set for one
-    checkpoint.
+    """Return the content of one set of tables per quantization method; for one checkpoint of one.
 
     With several trainings of each kind a set is of the means; those of a checkpoint that was
     trained once follow. Of more than two checkpoints there is one for each pair with the first.
@@ -475,8 +472,7 @@ def _names(line: Row) -> Cells:
 
 
 def entry_text(entry: RowValue, line: Row) -> str:
-    """Return a score with its standard error, if it has one, as text; ``failed`` or ``— missing``
-    if there is no score."""
+    """Return a score with its standard error as text; ``failed`` or ``— missing`` without one."""
     if entry.status == "missing":
         return f"{NO_VALUE} missing"
     if entry.status == "failed":

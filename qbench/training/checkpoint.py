@@ -133,8 +133,7 @@ class Run:
 
     def save(self, model: LlamaForCausalLM, folder: Path) -> None:
         """Write ``model`` as a checkpoint of transformers, with bfloat16 weights, and the token
-        files' tokenizer. Each file is replaced in one step, ``config.json`` last: a folder without
-        it is no checkpoint."""
+        files' tokenizer. Each file is replaced in one step, ``config.json`` last."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).unlink(missing_ok=True)
         tensors = {
@@ -189,8 +188,7 @@ class Run:
         return record
 
     def _require_same(self, settings_digest: str) -> None:
-        """Raise TrainingError if ``settings_digest``, from a state or record in the folder, differs
-        from this run's."""
+        """Raise TrainingError if ``settings_digest``, of a state or record, is not this run's."""
         if settings_digest != self.settings_digest:
             raise TrainingError(
                 f"{self.folder}: holds a training of other settings, data or seed; name another "

@@ -1,5 +1,4 @@
-"""Make token files from text, read them, cut sequences from them, and choose the sequences of each
-step.
+"""Make token files from text, read them, cut sequences from them, and choose those of each step.
 
 Imports no torch before a batch is made.
 """
@@ -152,8 +151,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Return the SHA-256 over the names and contents of ``tokenizer_files``. Raises DataError if
-    there are none."""
+    """Return the SHA-256 over names and contents of ``tokenizer_files``; DataError without any."""
     total = hashlib.sha256()
     for path in tokenizer_files(folder):
         total.update(f"{path.name} {file_digest(path)}\n".encode())
@@ -189,8 +187,7 @@ class Sequences:
 
 
 def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.int64]:
-    """Return the indices [rows] of the sequences of ``step``, counted from 0, among ``of``
-    sequences.
+    """Return the indices [rows] of the sequences of ``step``, from 0, among ``of`` sequences.
 
     Each epoch has another order, a permutation by NumPy's PCG64 seeded with (seed, epoch), so that
     any step can be computed without the steps before it. A step may lie in two epochs.
@@ -321,8 +318,7 @@ def _ngrams(words: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 def evaluation_ngrams(folder: Path) -> set[int]:
     """Return the hashes of all 13-grams of words, in lower case, in the strings of the JSON Lines
-    files below ``folder``; they hold in this process only. Raises DataError if there are no
-    files."""
+    files below ``folder``, of this process only. Raises DataError without files."""
     files = sorted(folder.rglob("*.jsonl"))
     if not files:
         raise DataError(

@@ -155,8 +155,7 @@ class Trainer:
 
     def train(self, stop_after: int | None) -> None:
         """Take the steps that are left, or at most ``stop_after`` of them, and save the state.
-        Raises TrainingError if the loss is not finite or far above the lowest so far; the last good
-        state is kept."""
+        Raises TrainingError if the loss is not finite or far above the lowest so far."""
         run, recipe, progress = self.run, self.run.recipe, self.progress
         first = progress.step
         last = min(recipe.steps, first + (stop_after or recipe.steps))
@@ -210,8 +209,7 @@ class Trainer:
             file.write(json.dumps(self.progress.log[-1]) + "\n")
 
     def _write_log(self) -> None:
-        """Log the mean loss and the largest gradient since the last line. Raises TrainingError if
-        training went wrong."""
+        """Log loss and gradient since the last line. Raises TrainingError if both are not sane."""
         recipe, progress, count = self.run.recipe, self.progress, len(self._values)
         losses, norms = torch.stack(self._values, 1)
         values = torch.stack([losses.mean(), norms.max()])
@@ -308,8 +306,7 @@ def joined(device: str) -> Iterator[PartialState]:
     and yield the state; a single process without them. ``device``: "cpu" or "cuda".
 
     Call it before anything is computed on a GPU: without a fixed workspace cuBLAS may sum in
-    another order from one process to the next. Raises UnavailableError for a GPU that does not
-    exist.
+    another order from one process to the next. Raises UnavailableError for a missing GPU.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -336,8 +333,7 @@ def train_recipe(
     stop_after: int | None = None,
 ) -> list[Training]:
     """Train the runs that are not finished, or ``stop_after`` steps more of each. Each run's
-    checkpoint goes to ``out/<normalizer>-seed<n>``. ``log`` gets lines that begin with the run's
-    name.
+    checkpoint goes to ``out/<normalizer>-seed<n>``. ``log`` gets lines with the run's name.
 
     Returns the records of all runs that are finished now, also of those that were before. Raises
     RecipeError or DataError if the data do not fit, TrainingError if a run breaks, is trained by
@@ -369,8 +365,7 @@ def run_name(normalizer: str, seed: int | str) -> str:
 
 
 def _record(trainer: Trainer) -> Training:
-    """Return the record of a finished training; the main process also writes the checkpoint and the
-    record."""
+    """Return the record of a finished training; the main process writes it and the checkpoint."""
     run, progress, model = trainer.run, trainer.progress, trainer.model
     recipe, about = run.recipe, run.files.about
     losses = [line["loss"] for line in progress.log if line["kind"] == "step"]

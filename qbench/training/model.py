@@ -79,8 +79,7 @@ def flops_per_token(model: LlamaForCausalLM, context: int) -> float:
     or not), and 6 · layers · hidden · context for attention's two products, half of whose pairs are
     causal.
 
-    Recomputation and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3,
-    halved for causality).
+    Norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved).
     """
     config = model.config
     products = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
@@ -179,8 +178,7 @@ class Loss(nn.Module):
         self.matrix = model.get_output_embeddings()
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the loss, a scalar, of ``rows`` [B, T + 1] int64: every token but the first is
-        predicted."""
+        """Return the loss, a scalar, of ``rows`` [B, T + 1] int64, of all tokens but the first."""
         # Looked up outside of what is compiled: the gradient by torch's own kernel is the same
         # every time, and quick for tokens that come often; the compiler's is one or the other.
         # Handed over in the passes' dtype, so that the residual stream and the rotary embedding
@@ -212,8 +210,7 @@ def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
 
 
 def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
-    """Return AdamW over those of ``parameters`` that are trained; vectors decay only if
-    ``settings`` say so."""
+    """Return AdamW over the trained ``parameters``; vectors decay only if ``settings`` say so."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decay = settings.weight_decay
     groups = [

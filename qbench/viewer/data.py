@@ -77,8 +77,7 @@ class WholeStore(Store):
 
 
 def unreadable(store: Store) -> Mapping[str, str]:
-    """Return cell → why its record cannot be read, of the cells read so far; {} for a store that
-    raises instead."""
+    """Return cell → why its record cannot be read; {} for a store that raises instead."""
     return store.unreadable if isinstance(store, WholeStore) else {}
 
 
@@ -111,8 +110,7 @@ class Results:
 
     @property
     def ready(self) -> bool:
-        """Return whether intervals and tests of the newest version are computed; if not, a thread
-        begins."""
+        """Return whether the newest version is tested; if not, a thread begins."""
         return self._begin().done()
 
     def comparison(self, *, wait: bool) -> Comparison:
@@ -140,8 +138,7 @@ class Results:
             return self._tested
 
     def _compare(self, tested: Future[Comparison]) -> None:
-        """Compare the folder, when earlier comparisons have ended, unless ``tested`` is
-        cancelled."""
+        """Compare the folder, once earlier comparisons end, unless ``tested`` is cancelled."""
         with self._turn:
             if tested.set_running_or_notify_cancel():
                 try:
@@ -150,8 +147,7 @@ class Results:
                     tested.set_exception(error)
 
     def payload(self, name: str, *, wait: bool = False) -> Json:
-        """Return the payload ``name``, such as overview or cell/3. ``wait``: until intervals and
-        tests are computed.
+        """Return the payload ``name``, such as cell/3. ``wait``: until intervals are computed.
 
         Raises KeyError for an unknown name, or a cell or task that does not exist; ResultsError for
         records that cannot be read.
@@ -184,8 +180,7 @@ def index(results: Sequence[Results]) -> Json:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` with what strict JSON can hold: keys as text, infinite numbers as "∞" and
-    "−∞", NaN as None."""
+    """Return ``value`` for strict JSON: keys as text, infinities as "∞" and "−∞", NaN as None."""
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -273,8 +268,7 @@ def _kl(comparison: Comparison, cell: str) -> Json:
 
 
 def _kl_of_task(kl: Divergence) -> Json:
-    """Return ``mean``, ``low`` and ``high`` of a task's KL divergence: the 95 % interval is normal
-    on its logarithm."""
+    """Return a task's KL, with its 95 % interval, which is normal on the logarithm."""
     if kl.mean_stderr is None or not kl.mean_stderr < kl.mean:
         return {"mean": kl.mean, "low": None, "high": None}
     factor = math.exp(1.96 * kl.mean_stderr / kl.mean)
@@ -431,8 +425,7 @@ def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
 
 def task_texts(results: Results, task: int) -> Json:
     """Return, by document of task number ``task``, the ``texts`` of its requests (context and
-    continuation) and the right answer as ``targets``. If there are none, both are empty and
-    ``missing`` says why."""
+    continuation) and the right answer as ``targets``. If both are empty, ``missing`` says why."""
     name = _task(results.store, task)
     empty: Json = {"task": name, "texts": {}, "targets": {}}
     if name == ANSWERS and (prompts := _prompts(results.store)):
@@ -470,10 +463,7 @@ def analysis(store: Store) -> Json:
     per damaged file; ``command``: the command that makes them."""
     folder = store.directory.name if store.directory.is_absolute() else store.directory
     parts: Json = {"problems": [], "command": f"qbench analyze RECIPE --out {folder}"}
-    kinds = {
-        "cells": Analyses(store.directory),
-        "sensitivities": Sensitivities(store.directory),
-    }
+    kinds = {"cells": Analyses(store.directory), "sensitivities": Sensitivities(store.directory)}
     for name, analyses in kinds.items():
         try:
             everything = analyses.records()

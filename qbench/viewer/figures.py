@@ -1,5 +1,4 @@
-"""Write the tables and the softpick paper's figures of `qbench analyze` as files; the viewer shows
-the rest.
+"""Write the tables and the softpick paper's figures of `qbench analyze`; the viewer has the rest.
 
 Each function yields (file name without ending, figure). matplotlib lays them out; text stays text,
 and equal analyses give equal bytes.
@@ -45,8 +44,7 @@ STYLE = {
 
 def write_analyses(store: Store) -> list[Path]:
     """Write ``tables.md``, ``analyses.csv`` (removed if it would be empty) and the figures into the
-    folder of the analyses; return the paths written, Markdown first. Raises ResultsError if an
-    analysis is damaged."""
+    folder of the analyses; return the paths, Markdown first. Raises ResultsError for damage."""
     results = load_analyses(store)
     folder = Analyses(store.directory).directory
     contents = {"tables.md": markdown(results), "analyses.csv": analyses_csv(results)}

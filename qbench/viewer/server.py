@@ -67,8 +67,7 @@ class Server(ThreadingHTTPServer):
 
     def payload(self, name: str) -> str:
         """Return the JSON text of the payload ``name``: index, state, or folder/payload such as
-        0/cell/3. It is ``{"error": …}`` if its records cannot be read. Raises KeyError for an
-        unknown name."""
+        0/cell/3. It is ``{"error": …}`` if records cannot be read. Raises KeyError if unknown."""
         if name == "index":
             return encode(index(self.results))
         if name == "state":
@@ -156,8 +155,7 @@ def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
 
 def require_intact(store: Store) -> None:
     """Raise ResultsError, with a line per damaged file, unless all records, tables and analyses are
-    as they were written. Missing records are no damage, nor is what a ``WholeStore`` treats as
-    missing."""
+    as they were written. Missing records are no damage, nor what a ``WholeStore`` leaves out."""
     damaged = list(analysis(store)["problems"])
     for cell in store.manifest().cells:
         try:

@@ -2,8 +2,7 @@
 
 ``torch.ops.qbench.attention`` is a custom operator with a fake implementation, so that
 torch.compile keeps it in one graph. Running it needs a CUDA device, or ``TRITON_INTERPRET=1`` in
-the environment, which runs the kernels on the CPU. Importing this package needs neither torch nor
-Triton.
+the environment, which runs the kernels on the CPU. Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ def supported() -> list[str]:
 
 
 def require(normalizer: str) -> Kernels:
-    """Return the kernels of ``normalizer``. Raises UnavailableError if it has none, RecipeError for
-    an unknown name."""
+    """Return the kernels of ``normalizer``. Raises UnavailableError if there are none."""
     kernels = NORMALIZERS[normalizer].kernels
     if kernels is None:
         raise UnavailableError(

@@ -14,8 +14,7 @@ from qbench.attention.normalizers import Kernels
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """Tiles of ``block_q`` queries by ``block_k`` keys, ``num_warps`` warps of 32 threads,
-    ``num_stages`` of a load pipeline. ``tma``: tiles are loaded by the tensor memory accelerator if
-    layouts allow it."""
+    ``num_stages`` of loads. ``tma``: by the tensor memory accelerator if layouts allow it."""
 
     block_q: int
     block_k: int
@@ -70,8 +69,7 @@ def backward_config(kernel: dict[int, Config], width: int, dtype: torch.dtype) -
 
 
 def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:
-    """Return the configuration of decoding for heads of ``width``. ``rows``: heads × queries that
-    share keys."""
+    """Return the configuration of decoding. ``rows``: heads × queries that share keys."""
     if dtype == torch.float32 or width > 128:
         # Triton's pipeliner (3.6, 3.7) ends the process where warpgroups multiply with value rows
         # that may be left out.
@@ -82,6 +80,5 @@ def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:
 
 
 def _exact(width: int) -> Config:
-    """Return the configuration for float32 without tensor cores: registers allow only small
-    tiles."""
+    """Return the configuration for float32 without tensor cores: registers allow small tiles."""
     return Config(block_q=32, block_k=32 if width <= 128 else 16, num_warps=4, num_stages=1)

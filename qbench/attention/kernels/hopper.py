@@ -1,5 +1,4 @@
-"""Launch the backward kernels of :mod:`qbench.attention.kernels.hopper_backward`, and decide for
-which tensors."""
+"""Launch the backward kernels of :mod:`hopper_backward`, and decide for which tensors."""
 
 from __future__ import annotations
 

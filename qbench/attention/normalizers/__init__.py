@@ -1,5 +1,4 @@
-"""Normalizers, the functions that turn scores into attention weights, one per file. Imports no
-torch.
+"""Normalizers: functions that turn scores into attention weights, one per file. Imports no torch.
 
 A new one is a file with a subclass of :class:`Normalizer` and a call of :func:`register`: in this
 module for one that comes with qbench, in its own file for a plug-in.

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 def softmax(scores: Tensor, allowed: Tensor | None, sink: Tensor | None = None) -> Tensor:
     """Return the weights of ``scores`` [..., N] over the ``allowed`` keys (None: all); zeros in a
-    row without any. ``sink``, broadcast to [..., 1]: one more score in the sum, which has no
-    key."""
+    row without any. ``sink``, broadcast to [..., 1]: one more score in the sum."""
     import torch
 
     visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))

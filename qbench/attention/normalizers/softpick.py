@@ -2,8 +2,7 @@
 w_i = ReLU(e^(x_i − m) − e^(−m)) / (Σ_k |e^(x_k − m) − e^(−m)| + ε).
 
 Two choices make it safe for any finite score. m is at least 0, so neither e^(x − m) nor e^(−m)
-overflows. And e^(x − m) − e^(−m) = −e^(max(x, 0) − m) · expm1(−|x|) · sign(x), which does not
-cancel near 0.
+overflows. And e^(x − m) − e^(−m) = −e^(max(x, 0) − m) · expm1(−|x|) · sign(x), exact near 0.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ def measure_inputs(
 ) -> tuple[ActivationAudit, list[str]]:
     """Measure, on token ids ``probe`` [B, T], the quantized inputs of the modules of ``quantized``
     that multiply by a matrix of ``originals`` (by name). Return the measurements, and a line per
-    problem: also for an input that is not quantized and that ``ignore`` of the activations does not
-    name."""
+    problem: also for an input that is not quantized, though ``ignore`` does not name it."""
     part, about = config.precision.activations, evidence_of(quantized, config, "activations")
     ignored = matching(originals, config.activations.ignore)
     ignored |= {name for name, matrix in originals.items() if matrix.holder == KEPT}
@@ -144,8 +143,7 @@ class _InputWatch(Rounding):
         self.input = arguments[0].detach()
 
     def after(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Compare the input that is multiplied with the definition of rounding of the original
-        input."""
+        """Compare the input that is multiplied with the rounded original by definition."""
         self.add(self.input, arguments[0].detach())
 
 

@@ -60,8 +60,7 @@ def independence(
     measured too if rounding might explain it.
 
     ``probe``: token ids [B ≥ 2, T]. In the context ``row_by_row(model)`` no row of its attention
-    changes the last bits of another, as rows of a kernel's tile may: both models are measured in
-    it.
+    changes the last bits of another, as rows of a kernel's tile may.
     """
     length = probe.shape[1]
     lengths = sorted({max(1, n) for n in (length - CUT, length // 2, length // 4)})

@@ -306,8 +306,7 @@ def measure(
     rescales: bool = False,
 ) -> LayerResult:
     """Compare the weight in the forward pass of ``module``, and its ``stored`` codes, with the
-    original ``matrix`` [out, in]. ``rescales``: factors may have been moved into neighbouring
-    layers."""
+    original ``matrix`` [out, in]. ``rescales``: factors may have been moved to other layers."""
     rows, columns = matrix.weight.shape
     expected, factor = matrix.weight.float(), None
     weight, size = read_weight(module, matrix, settings)
@@ -463,8 +462,7 @@ def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor 
 
 
 def levels(groups: Tensor) -> Tensor:
-    """Return the most distinct values in a row of ``groups`` [groups, weights per group], a scalar
-    on their device."""
+    """Return the most distinct values in a row of ``groups`` [groups, weights], a scalar."""
     most = [groups.new_ones((), dtype=torch.int64)]
     for part in groups.split(max(1, 2**24 // groups.shape[1])):
         if part.is_cuda:

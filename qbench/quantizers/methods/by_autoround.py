@@ -53,8 +53,7 @@ class AutoScheme(ByAutoRound, GroupedIntegers):
 def make(
     model: Path, out: Path, texts: Texts, settings: AutoRound | AutoRoundFp4 | AutoScheme
 ) -> None:
-    """Write a copy of ``model`` by auto-round to the folder ``out``. See the module
-    ``library_made``."""
+    """Write a copy of ``model`` by auto-round to the folder ``out``: see ``library_made``."""
     import auto_round
     import torch
     from transformers import AutoTokenizer

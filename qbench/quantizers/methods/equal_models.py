@@ -1,5 +1,4 @@
-"""Settings of SmoothQuant and Hadamard rotation, which give an equal model that is easier to
-quantize."""
+"""Settings of SmoothQuant and Hadamard rotation: an equal model that is easier to quantize."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ KNOWN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
 def require_known(config: Mapping[str, Any], transform: str) -> None:
-    """Raise RecipeError, naming ``transform``, if the ``model_type`` of ``config`` is not in
-    KNOWN."""
+    """Raise RecipeError, naming ``transform``, if ``model_type`` of ``config`` is not in KNOWN."""
     kind = config.get("model_type")
     if kind not in KNOWN:
         raise RecipeError(
@@ -80,8 +78,7 @@ class Rotation(Settings):
     online: bool = Field(True, description="rotate the input of down_proj while the model runs")
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
-        """Raise RecipeError for a model whose blocks are not known, or a width without a Hadamard
-        matrix."""
+        """Raise RecipeError for unknown blocks, and for a width without a Hadamard matrix."""
         require_known(config, self.name)
         widths = {"hidden_size": config.get("hidden_size"), "head_dim": head_dim(config)}
         if self.online:

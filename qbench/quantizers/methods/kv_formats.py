@@ -30,12 +30,10 @@ ELEMENTS = ("int8", "int4", "int3", "int2", "fp8")
 )  # fmt: skip
 @settings
 class KVCache(Settings):
-    """Keys and values that attention reads, in few bits. Scales are dynamic: taken from the keys
-    and values themselves.
+    """Keys and values that attention reads, in few bits. Scales are dynamic.
 
     ``scales`` token: one per head and token, or per group of its channels. tensor: one for all keys
-    of a layer in a forward pass and one for all values, which later tokens and the rest of the
-    batch change.
+    of a layer in a forward pass and one for all values.
     """
 
     kind: ClassVar = "kv_cache"
@@ -66,8 +64,7 @@ class KVCache(Settings):
 
     @property
     def precision(self) -> Precision:
-        """Return bits and scheme of keys and values, such as ``int4 per token in groups of 32
-        channels``."""
+        """Return bits and scheme, such as ``int4 per token in groups of 32 channels``."""
         shared = "per tensor" if self.scales == "tensor" else "per head and token"
         if self.group_size != WHOLE_ROW:
             shared = f"per token in groups of {self.group_size} channels"

@@ -8,8 +8,7 @@ and a function beside them::
 It reads the unquantized checkpoint in the folder ``model`` and writes one that transformers or
 GPTQModel loads, or one GGUF file, to the folder ``out`` or to a folder in it; ``texts`` are token
 ids. ``qbench.made_copy`` calls it in a separate process, so a library may print and set what it
-likes. The folder is then a published copy: loaded, audited through its forward, its bits counted in
-its files.
+likes. The folder is then a published copy: loaded, audited by its forward, its bits counted.
 
 If the checkpoint was trained with another attention function than softmax, transformers loads
 ``model`` with that function, by the key ``attn_implementation`` of its config.json.
@@ -47,8 +46,7 @@ class LibraryMade(WeightSettings):
     note = property(lambda self: f"made by {self.package}")
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
-        """Raise RecipeError if the library is missing, or needs a GPU and ``device`` is
-        not "cuda"."""
+        """Raise RecipeError if the library, or a GPU that it needs, is missing."""
         if importlib.util.find_spec(self.package) is None:
             install = f"-e '.[{self.extra}]'" if self.extra else self.requirements[0]
             raise RecipeError(

@@ -47,9 +47,8 @@ def _layers(value: Any) -> tuple[tuple[str, WeightSettings], ...]:
 @register("mixed", "weights whose settings differ between layers")
 @settings
 class Mixed(WeightSettings):
-    """Gives each linear layer the settings of the first pattern that matches its name. The LM head
-    and the embeddings are quantized if a pattern is their full name; if they share one matrix, it
-    has the LM head's.
+    """Gives each linear layer the settings of the first pattern that matches its name. LM head and
+    embeddings are quantized if a pattern is their full name; a shared matrix has the LM head's.
 
     GPTQ calibrates with the layers of other methods unquantized. ``num_bits`` is the most that a
     layer has; records state the bits per weight that are stored.

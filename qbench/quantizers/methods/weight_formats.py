@@ -50,8 +50,7 @@ class RoundedWeights(WeightSettings):
         return f"{self.name} in blocks of {self.format.group_size}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Return the bits per weight of a matrix [rows, columns] for scales: of rows, matrix and
-        blocks."""
+        """Return the bits per weight of a matrix [rows, columns] for scales of all kinds."""
         of_row = 32 / columns if self.format.strategy == "token" else 0
         of_matrix = 32 / (rows * columns) if self.format.strategy.startswith("tensor") else 0
         of_block = 0 if self.format.group_size == WHOLE_ROW else 8 / self.format.group_size

@@ -28,8 +28,7 @@ class Grouped(WeightSettings):
     group_size: GroupSize | None = None
 
     def fitted(self, shapes: Shapes) -> Self:
-        """Return the settings with the largest of ``sizes`` that divides all layers, unless a group
-        size is given."""
+        """Return the settings with a group size: the given one, or the largest that divides all."""
         if self.group_size is not None:
             return self
         counts = [shape[self.axis] for shape in self.quantized(shapes).values()]
@@ -138,8 +137,7 @@ class ColumnOrder(EvenlySpaced):
         return "column" if self.group_aware is False or whole_row else "group-aware"
 
     def fitted(self, shapes: Shapes) -> Self:
-        """Return the settings with a group size, as ``Grouped``, and with ``group_aware``
-        decided."""
+        """Return the settings with a group size, and with ``group_aware`` decided."""
         sized = super().fitted(shapes)
         return replace(sized, group_aware=sized.order == "group-aware")
 
@@ -199,8 +197,7 @@ class Bnb4(Bnb):
     scheme = property(lambda self: f"{self.quant_type} in blocks of {BNB_BLOCK}")
 
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Return the bits per weight of a block's float32 scale; with ``double_quant`` fewer are
-        stored."""
+        """Return the bits per weight of a block's float32 scale, at most."""
         return 32 / BNB_BLOCK
 
 
@@ -258,15 +255,13 @@ class Hqq(Grouped):
 
     @property
     def scheme(self) -> str:
-        """Return the scheme in the field's words: ``int4 in groups of 64``; with float32 also that
-        scales and zeros are."""
+        """Return the scheme, such as ``int4 in groups of 64``."""
         across = "" if self.axis == 1 else " across rows"
         wide = ", float32 scales and zeros" if self.compute_dtype == "float32" else ""
         return f"int{self.num_bits} in groups of {self.group_length(0)}{across}{wide}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Return the bits per weight of a group's scale and zero, and at 3 bits of unused bits in
-        words."""
+        """Return the bits per weight of a scale and zero, and at 3 bits of unused ones."""
         wide = 32 if self.compute_dtype == "float32" else 16  # of a scale, and of a zero
         size, padding = self.group_length(columns), 0.0
         if self.num_bits == 3:
