@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import sys
 from contextlib import suppress
@@ -11,19 +10,14 @@ from contextlib import suppress
 import psutil
 
 from qbench.errors import INTERRUPTED, STOPPED
+from qbench.machine import keep_freed_memory
 
 ELSEWHERE = {"cpu", "--cluster", "--help"}  # words of a run that needs no GPU here
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def main() -> None:
     """Run the command line, and end the process with its exit code."""
-    # Have glibc keep freed blocks of up to 64 MiB for NumPy's next arrays: the tests of a large
-    # results folder take three times as long if each array is mapped anew.
-    with suppress(OSError, AttributeError):  # other C libraries have no such settings
-        mallopt = ctypes.CDLL(None).mallopt
-        for setting, size in {M_MMAP_THRESHOLD: 2**26, M_TRIM_THRESHOLD: 2**28}.items():
-            mallopt(setting, size)
+    keep_freed_memory()
     try:
         if sys.argv[1:2] == ["run"] and not ELSEWHERE & {*sys.argv}:
             from qbench.runner.workers import start_early

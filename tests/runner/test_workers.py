@@ -2,7 +2,9 @@
 
 import atexit
 import os
+import platform
 import random
+import resource
 import signal
 import sys
 import time
@@ -65,6 +67,21 @@ def test_a_process_killed_at_any_moment_breaks_its_own_call_and_hangs_nobody(kil
         assert executor.submit(os.getpid).result(timeout=PATIENCE) not in killed
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+def new_pages():
+    """Pages that a process takes to make arrays of 64 MiB again."""
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        arrays = [bytearray(2**20) for _ in range(64)]
+        del arrays
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_a_worker_keeps_the_memory_of_tensors_for_the_next():
+    with Workers([0], device="cpu") as executor:
+        assert executor.submit(new_pages).result(timeout=PATIENCE) < 1000
 
 
 def break_device():
