@@ -211,7 +211,9 @@ class KLObserver:
         assert np.array_equal(tokens, scored.token), "both cells' keys say what is asked"
         order = np.argsort(scored.row, kind="stable")
         rows, indexes = scored.row[order], scored.index[order]
-        _, firsts = np.unique(rows, return_index=True)  # one token of each row: all have its input
+        firsts = np.flatnonzero(
+            np.diff(rows, prepend=-1)
+        )  # one token of each row: all have its input
         kept = self._task.states[torch.from_numpy(indexes[firsts])]
         entries = np.stack((rows, indexes, scored.token[order]))
         return rows, to_device(entries, self._device), to_device(kept, self._device)

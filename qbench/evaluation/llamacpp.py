@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qbench.errors import CheckpointError, EvaluationError, UnavailableError, first_line
-from qbench.evaluation.scoring.batching import Request, Scored
+from qbench.evaluation.scoring.batching import Requests, Scored
 from qbench.evaluation.scoring.forward import (
     LMHead,
     LogitsPart,
@@ -338,26 +338,32 @@ class LlamaCppScorer(Scorer):
     def _queue(
         self,
         backend: Any,
-        requests: Sequence[Request],
+        requests: Requests,
         windows: bool,
         counts: Counts,
         observer: Observer | None = None,
     ) -> Callable[[], list[LogLikelihood]]:
         answers = []
-        for number, request in enumerate(requests):
-            answers.append(self._answer(request, observer))
+        first = 0
+        texts = np.split(requests.tokens, requests.starts[1:])
+        for number, (ids, scored) in enumerate(zip(texts, requests.scored.tolist(), strict=True)):
+            answers.append(self._answer(ids, scored, first, observer))
+            first += scored
             counts.batches += 1
-            counts.tokens += len(request.tokens) - 1
+            counts.tokens += len(ids) - 1
             if self._progress is not None:
                 self._progress(number + 1, len(requests))
         return lambda: answers
 
-    def _answer(self, request: Request, observer: Observer | None) -> LogLikelihood:
-        """Return (log-likelihood in nats, whether greedy); show the logits to the observer."""
-        inputs = request.inputs(self.settings.max_length).tolist()
-        targets = torch.tensor(request.tokens[-request.scored :].tolist())
+    def _answer(
+        self, ids: np.ndarray, scored: int, first: int, observer: Observer | None
+    ) -> LogLikelihood:
+        """Return (log-likelihood in nats, whether greedy) of the last tokens of ``ids`` that are
+        ``scored``; show the logits to the observer. ``first``: index of the first of these."""
+        inputs = ids[-(self.settings.max_length + 1) : -1].tolist()
+        targets = torch.tensor(ids[-scored:].tolist())
         total, greedy, done = 0.0, True, 0
-        for logits in self.model.logits(inputs, len(inputs) - request.scored):
+        for logits in self.model.logits(inputs, len(inputs) - scored):
             count = len(logits)
             target_ids = targets[done : done + count]
             log_probabilities = functional.log_softmax(logits, dim=-1)
@@ -366,12 +372,12 @@ class LlamaCppScorer(Scorer):
             greedy &= bool((log_probabilities.argmax(-1) == target_ids).all())
             if observer is not None:
                 rows = np.arange(count)
-                scored = Scored(rows, request.first + done + rows, target_ids.numpy())
-                watch = observer.batch(observer.prepare(scored), logits[:, :0], Projection())
+                shown = Scored(rows, first + done + rows, target_ids.numpy())
+                watch = observer.batch(observer.prepare(shown), logits[:, :0], Projection())
                 if watch is not None:
                     watch(LogitsPart(0, count, logits, log_probabilities))
             done += count
-        assert done == request.scored
+        assert done == scored
         return total, greedy
 
 

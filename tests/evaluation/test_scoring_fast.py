@@ -1,8 +1,8 @@
 """Fast scoring against exact: packing, order and batch size change nothing but rounding."""
 
-from array import array
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from scoring_models import KINDS, ask, choices, llama, pages, scorer
@@ -10,7 +10,7 @@ from scoring_models import KINDS, ask, choices, llama, pages, scorer
 from qbench.attention.transformers import set_attention
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring import scorer as module
-from qbench.evaluation.scoring.batching import Packing, Request
+from qbench.evaluation.scoring.batching import Packing, to_requests
 from qbench.evaluation.settings import Tolerance
 
 
@@ -46,32 +46,27 @@ def test_fast_equals_exact_in_float32(kind):
 @pytest.mark.parametrize("batch_tokens", [70, 200])
 def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens):
     """First rolling windows all have the prefix token for context; they share nothing else."""
-    windows = [Request(array("i", [0, *range(5, 50 + i)]), 1, i) for i in range(6)]
-    choices_ = [Request(array("i", [*range(9), 20 + i, *range(30)]), 9, i) for i in range(12)]
+    windows = to_requests(([0], range(5, 50 + i), i) for i in range(6))
+    choices_ = to_requests((range(9), [20 + i, *range(30)], i) for i in range(12))
 
     def packs_of(requests, batch_tokens):
         packing = Packing(max_length=64, batch_tokens=batch_tokens)
         return packing.plan(requests, windows=False)
 
-    assert all(len(pack.groups[0].request_indices) == 1 for pack in packs_of(windows, 60))
+    assert all(pack.requests == 1 for pack in packs_of(windows, 60))
     for requests in (windows, choices_):
         packs = packs_of(requests, batch_tokens)
-        assert all(sum(group.tokens for group in pack.groups) <= batch_tokens for pack in packs)
-        members = [i for pack in packs for group in pack.groups for i, _ in group.request_indices]
+        assert all(pack.tokens <= batch_tokens for pack in packs)
+        members = [i for pack in packs for i in pack.collate(requests).request_indices]
         assert sorted(members) == list(range(len(requests)))
-    group = packs_of(choices_, 500)[0].groups[0]
-    assert len(group.prefix) == 9
-    assert len(group.suffixes) == 12
+    (pack,) = packs_of(choices_, 500)
+    assert np.diff(pack.collate(choices_).cu_seqlens_q).tolist() == [9] + [30] * 12
 
 
 def test_packs_have_no_more_segments_than_a_kernels_grid_takes():
     model = llama(heads=4)
-    many = [
-        Request(array("i", [*range(i, i + 5), j, 1]), 5, i) for i in range(2000) for j in range(9)
-    ]
-    alike = [
-        Request(array("i", [*range(5), i, j, 1]), 5, i) for i in range(150) for j in range(120)
-    ]
+    many = to_requests((range(i, i + 5), [j, 1], i) for i in range(2000) for j in range(9))
+    alike = to_requests((range(5), [i, j, 1], i) for i in range(150) for j in range(120))
     for requests in (many, alike):
         lm = scorer(model, "fast", batch_tokens=200_000)
         packs = lm.fast.batching.plan(requests, windows=False)
@@ -106,8 +101,8 @@ def test_a_bias_that_could_move_a_headline_fails(kind, amplifies, shift, fails):
     def biased(backend, requests, *rest):
         scores, off = right(backend, requests, *rest), shift if backend is fast.fast else 0
         return lambda: [
-            (score + off * request.scored, greedy)
-            for (score, greedy), request in zip(scores(), requests, strict=True)
+            (score + off * count, greedy)
+            for (score, greedy), count in zip(scores(), requests.scored.tolist(), strict=True)
         ]
 
     fast._queue = biased

@@ -1,8 +1,6 @@
 """Scores of other models, under every normalizer, and of quantized ones: exact as lm-eval's, fast
 as exact, or refused with the reason and what to say instead."""
 
-from array import array
-
 import numpy as np
 import pytest
 import torch
@@ -27,7 +25,7 @@ from treated_models import decoder
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import set_attention
 from qbench.evaluation.kl_observer import KLObserver
-from qbench.evaluation.scoring.batching import Packing, Padding, Request
+from qbench.evaluation.scoring.batching import Packing, Padding, to_requests
 from qbench.evaluation.scoring.forward import PackedForward, fit_settings, packing_problem
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers import config_of
@@ -129,9 +127,7 @@ def test_fast_scores_of_other_classes_are_the_exact_ones(kind, changes, requests
 
 
 def test_rows_hold_as_many_tokens_as_a_pack():
-    requests = [
-        Request(array("i", [1] * n), 1, i, i) for i, n in enumerate((3, 21, 9, 9, 9, 2, 50))
-    ]
+    requests = to_requests(([1] * (n - 1), [1], i) for i, n in enumerate((3, 21, 9, 9, 9, 2, 50)))
     rows = Padding(max_length=40, batch_size=1, window_batch_size=1, batch_tokens=40)
     for windows in (True, False):
         planned = rows.plan(requests, windows=windows)
@@ -191,7 +187,7 @@ def test_packs_of_a_rotated_model_read_the_cache_that_sequences_read(tmp_path):
         decoder("llama-biases"), config, calibration=None, digest=DIGEST, artifacts=tmp_path
     )[0]
     alone = [model.model(torch.tensor([ids]), use_cache=False)[0][0, -1] for ids in TEXTS]
-    requests = [Request(array("i", [*ids, 0]), len(ids), i, i) for i, ids in enumerate(TEXTS)]
+    requests = to_requests((ids, [0], i) for i, ids in enumerate(TEXTS))
     (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
     batch = pack.collate(requests)
     rows = [batch.rows[batch.scored.row[list(batch.scored.index).index(i)]] for i in range(3)]

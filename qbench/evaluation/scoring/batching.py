@@ -36,42 +36,46 @@ from qbench.files import digest
 from qbench.records import DifferenceFromExact
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Token ids to score. ``tokens`` (C ints) are context and continuation, ``context`` is how many
-    of them are context. ``owner`` is the index of the lm-eval request that it belongs to, which has
-    several of these if it is cut into rolling windows. ``first`` is the index of its first scored
-    token among all of the call.
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """Token ids to score: the R requests of one call of the language model, with the batches that
+    were planned of them before.
+
+    ``tokens`` int32 [N] are those of one request after another, ``lengths`` [R] how many each has:
+    first its context, ``contexts`` [R] tokens, then its continuation, which is scored. ``owners``
+    [R] are indexes of the lm-eval requests that they belong to; one has several of these if it is
+    cut into rolling windows.
     """
 
-    tokens: array[int]
-    context: int
-    owner: int
-    first: int = 0
+    tokens: np.ndarray
+    lengths: np.ndarray
+    contexts: np.ndarray
+    owners: np.ndarray
+    _plans: dict[Any, list[Any]] = field(default_factory=dict)
 
-    @property
-    def scored(self) -> int:
-        """Return how many tokens are scored: those of the continuation."""
-        return len(self.tokens) - self.context
-
-    def inputs(self, max_length: int) -> array[int]:
-        """Return the model's input ids: all tokens but the last, without the oldest if they are
-        more than ``max_length``."""
-        return self.tokens[-(max_length + 1) : -1]
-
-
-class Requests(list[Request]):
-    """The requests of one call of the language model, with the batches that were planned of them
-    before."""
-
-    def __init__(self, requests: Iterable[Request] = ()) -> None:
-        super().__init__(requests)
-        self._plans: dict[Any, list[Any]] = {}
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     @cached_property
-    def largest(self) -> int:
-        """Return the largest token id."""
-        return max(max(request.tokens) for request in self)
+    def starts(self) -> np.ndarray:
+        """Return where the tokens of each begin [R]."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @cached_property
+    def scored(self) -> np.ndarray:
+        """Return how many tokens of each are scored [R]: those of the continuation."""
+        return self.lengths - self.contexts
+
+    @cached_property
+    def sortable(self) -> bytes:
+        """Return all tokens as bytes, four for each: sequences of them sort as their tokens do."""
+        return self.tokens.astype(">u4").tobytes()
+
+    def take(self, indexes: Sequence[int]) -> Requests:
+        """Return the requests ``indexes``, as those of a call of their own."""
+        lengths = self.lengths[indexes]
+        tokens = self.tokens[_ranges(self.starts[indexes], lengths)]
+        return Requests(tokens, lengths, self.contexts[indexes], self.owners[indexes])
 
     def plan(self, batching: Padding | Packing, *, windows: bool) -> list[Any]:
         """Return ``batching.plan`` of the requests; twice the same object."""
@@ -81,15 +85,16 @@ class Requests(list[Request]):
 
 
 def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> Requests:
-    """Return a request per (context ids, continuation ids, owner) of ``parts``; their scored tokens
-    are numbered in this order (``first``)."""
-    requests, first = Requests(), 0
-    for context, continuation, owner in parts:
-        tokens = array("i", context)
-        tokens.extend(continuation)
-        requests.append(Request(tokens, len(context), owner, first))
-        first += len(continuation)
-    return requests
+    """Return a request per (context ids, continuation ids, owner) of ``parts``."""
+    parts, contexts, pieces = list(parts), dict[int, array](), list[array]()
+    for context, continuation, _ in parts:
+        if (shared := contexts.get(id(context))) is None:  # by several requests, often
+            shared = contexts[id(context)] = array("I", context)
+        pieces += shared, array("I", continuation)
+    sizes = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)).reshape(-1, 2)
+    tokens = np.frombuffer(b"".join(pieces), dtype=np.int32)
+    owners = np.asarray([owner for *_, owner in parts], dtype=np.int64)
+    return Requests(tokens, sizes.sum(axis=1), sizes[:, 0], owners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +338,7 @@ def characters(texts: Iterable[tuple[str, ...]]) -> int:
 class BatchPlan:
     """Groups of requests for one forward pass; ``collate`` makes its input."""
 
-    groups: list[Any]
+    groups: Sequence[Any]
 
     def split(self) -> tuple[Self, Self] | None:
         """Return the plan as two halves; None if it has a single group."""
@@ -345,11 +350,10 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests with the same model input; ``longest`` scores the most tokens of it.
-    ``request_indices`` are indexes in the list of all requests. The input has ``length`` tokens.
+    """Requests with the same model input, as indexes in the list of all. The input has ``length``
+    tokens.
     """
 
-    longest: Request
     request_indices: list[int]
     length: int
 
@@ -372,7 +376,7 @@ class Padding:
     rope_limit: int | None = None
     one_length: bool = False
 
-    def plan(self, requests: Sequence[Request], *, windows: bool) -> list[PaddedBatch]:
+    def plan(self, requests: Requests, *, windows: bool) -> list[PaddedBatch]:
         """Return padded batches in HFLM's order, the longest requests first; requests with the same
         input share a row. Rolling windows (``windows``) are taken in input order, a batch at a
         time, and sorted within it; not if ``batch_tokens`` is given."""
@@ -388,16 +392,17 @@ class Padding:
                 return 0
             return group.length if self.one_length else 1
 
+        firsts = 4 * requests.starts
+        spans = zip(firsts.tolist(), (firsts + 4 * requests.lengths - 4).tolist(), strict=True)
+        inputs = [requests.sortable[first:last] for first, last in spans]
         for part in parts:
             by_input: dict[bytes, list[int]] = {}
             for i in part:
-                by_input.setdefault(requests[i].tokens[:-1].tobytes(), []).append(i)
-            groups = []
-            for indexes in by_input.values():
-                longest = max((requests[i] for i in indexes), key=lambda r: r.scored)
-                length = min(self.max_length, len(longest.tokens) - 1)
-                groups.append(Group(longest, indexes, length))
-            groups.sort(key=lambda g: (-len(g.longest.tokens), g.longest.tokens))
+                by_input.setdefault(inputs[i], []).append(i)
+            groups = [
+                Group(by_input[ids], min(self.max_length, len(ids) // 4))
+                for ids in sorted(by_input, key=lambda ids: (-len(ids), ids))
+            ]
             for _, alike in itertools.groupby(groups, angles):
                 left = list(alike)
                 while left:
@@ -421,46 +426,46 @@ class PaddedBatch(BatchPlan):
         """Return how many tokens a forward takes, padding included."""
         return len(self.groups) * self.length
 
-    def collate(self, requests: Sequence[Request]) -> Batch:
+    @property
+    def requests(self) -> int:
+        """Return how many requests it scores."""
+        return sum(len(group.request_indices) for group in self.groups)
+
+    def collate(self, requests: Requests) -> Batch:
         """Return the ids [groups, length], padded on the right with 0, and what their hidden states
         score; ``requests``: all that were planned."""
         ids = np.zeros((len(self.groups), self.length), dtype=np.int64)  # HFLM pads with id 0
-        members, flat = [], []
-        for i, g in enumerate(self.groups):
-            inputs = g.longest.inputs(self.padding.max_length)
-            ids[i, : len(inputs)] = inputs
-            end = i * self.length + len(inputs)
-            for member in g.request_indices:
-                count = requests[member].scored
-                members.append(member)
-                flat.append((end - count, count))
-        return Batch(ids=ids, **_scored_by(requests, members, flat))
+        last = requests.starts + requests.lengths - 1  # which is no input
+        for row, group in zip(ids, self.groups, strict=True):
+            end = last[group.request_indices[0]]
+            row[: group.length] = requests.tokens[end - group.length : end]
+        members = np.concatenate([group.request_indices for group in self.groups])
+        ends = [i * self.length + group.length for i, group in enumerate(self.groups)]
+        counts, scored = [len(g.request_indices) for g in self.groups], requests.scored[members]
+        hidden = _ranges(np.repeat(ends, counts) - scored, scored)
+        return Batch(ids=ids, **_scored_by(requests, members, hidden))
 
 
-def _scored_by(
-    requests: Sequence[Request], members: list[int], flat: list[tuple[int, int]]
-) -> dict[str, Any]:
+def _scored_by(requests: Requests, members: np.ndarray, hidden: np.ndarray) -> dict[str, Any]:
     """Return the fields of a Batch that map its hidden states to the tokens that they score.
-    ``members``: indexes of requests; ``flat``: for one after the other the indexes of its hidden
-    states, as ``_ranges`` takes them. A hidden state that several requests share is listed once."""
-    rows, inverse = np.unique(_ranges(flat), return_inverse=True)
-    scored = [requests[i] for i in members]
-    tokens = itertools.chain.from_iterable(each.tokens[each.context :] for each in scored)
+    ``members``: indexes of requests; ``hidden``: for one after the other the indexes of its hidden
+    states. One that several requests share is listed once."""
+    used = np.bincount(hidden) > 0
+    counts = requests.scored[members]
+    first = np.cumsum(requests.scored)[members] - counts
+    tokens = requests.tokens[_ranges((requests.starts + requests.contexts)[members], counts)]
     return {
-        "rows": rows,
+        "rows": np.flatnonzero(used),
         "scored": Scored(
-            inverse,
-            _ranges([(request.first, request.scored) for request in scored]),
-            np.fromiter(tokens, dtype=np.int64, count=len(inverse)),
+            np.cumsum(used)[hidden] - 1, _ranges(first, counts), tokens.astype(np.int64)
         ),
-        "request_indices": np.asarray(members),
-        "counts": np.asarray([request.scored for request in scored]),
+        "request_indices": members,
+        "counts": counts,
     }
 
 
-def _ranges(parts: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return int64 numbers, for each (first, count) of ``parts`` so many from the first on."""
-    firsts, counts = np.asarray(parts, dtype=np.int64).reshape(-1, 2).T
+def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return int64 numbers, for each of ``firsts`` so many from it on as ``counts`` says."""
     before = np.cumsum(counts) - counts
     return np.arange(counts.sum()) + np.repeat(firsts - before, counts)
 
@@ -513,25 +518,22 @@ KEY_RATIO = 4  # keys that a pack's segments see, for each of its tokens
 GRID = 65_535  # segments × heads, which attention's kernels take along a dimension of the grid
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixGroup:
-    """A prefix and its suffixes in token ids. ``request_indices`` are (index of the request in the
-    list, index of its suffix or −1 if the prefix is all of its input).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixGroups:
+    """G prefix groups. Their S segments are the prefix and the suffixes of one after another:
+    ``segments`` [G + 1] where those of each group begin, ``sources`` [S] where their tokens begin
+    in those of all requests, ``lengths`` [S] how many they are, ``before`` [S] the tokens of the
+    prefix if it is a suffix. ``members`` [G + 1]: where the requests of each group begin in
+    ``request_indices`` [R] and ``last`` [R], the segment of the group that its input ends with.
     """
 
-    prefix: array[int]
-    suffixes: list[array[int]]
-    request_indices: list[tuple[int, int]]
-
-    @property
-    def tokens(self) -> int:
-        """Return how many tokens the prefix and all suffixes have."""
-        return len(self.prefix) + sum(map(len, self.suffixes))
-
-    @property
-    def keys(self) -> int:
-        """Return how many keys all its segments attend to; the prefix's count once per segment."""
-        return len(self.prefix) * (1 + len(self.suffixes)) + sum(map(len, self.suffixes))
+    segments: np.ndarray
+    sources: np.ndarray
+    lengths: np.ndarray
+    before: np.ndarray
+    members: np.ndarray
+    request_indices: np.ndarray
+    last: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -557,109 +559,143 @@ class Packing:
     batch_tokens: int
     segments: int = GRID
 
-    def plan(self, requests: Sequence[Request], *, windows: bool) -> list[Pack]:
+    def plan(self, requests: Requests, *, windows: bool) -> list[Pack]:
         """Return packs of ``requests``, the longest prefix groups first. ``windows``, of
         ``Padding.plan``, changes nothing."""
         groups = prefix_groups(requests, self.max_length, self.batch_tokens, self.segments)
-        groups.sort(key=lambda group: (-group.tokens, group.prefix))
-        packs: list[Pack] = []
+        firsts, lengths = groups.segments[:-1], groups.lengths
+        tokens, keys = (np.add.reduceat(n, firsts) for n in (lengths, lengths + groups.before))
+        sizes = np.stack((tokens, keys, np.diff(groups.segments)))
         most = (self.batch_tokens, KEY_RATIO * self.batch_tokens, self.segments)
-        size = (0, 0, 0)
-        for group in groups:
-            added = (group.tokens, group.keys, 1 + len(group.suffixes))
-            size = (size[0] + added[0], size[1] + added[1], size[2] + added[2])
-            if not packs or size[0] > most[0] or size[1] > most[1] or size[2] > most[2]:
-                packs.append(Pack([]))
-                size = added
-            packs[-1].groups.append(group)
-        return packs
+        totals, bounds = np.cumsum(sizes, axis=1), [0]
+        while (first := bounds[-1]) < len(firsts):
+            before = totals[:, first] - sizes[:, first]
+            fits = map(np.searchsorted, totals, before + most, itertools.repeat("right"))
+            bounds.append(max(first + 1, int(min(fits))))
+        return [Pack(range(a, b), groups) for a, b in itertools.pairwise(bounds)]
 
 
+@dataclass(frozen=True, slots=True)
 class Pack(BatchPlan):
-    """Prefix groups in one row of tokens."""
+    """Prefix groups in one row of tokens: those of ``planned`` with the indexes ``groups``."""
+
+    planned: PrefixGroups
+
+    def _within(self, firsts: np.ndarray) -> slice:
+        """Return which segments or members, which begin at ``firsts`` in each group, are here."""
+        return slice(firsts[self.groups.start], firsts[self.groups.stop])
 
     @property
     def tokens(self) -> int:
         """Return how many tokens the row has."""
-        return sum(group.tokens for group in self.groups)
+        return int(self.planned.lengths[self._within(self.planned.segments)].sum())
 
-    def collate(self, requests: Sequence[Request]) -> PackedBatch:
+    @property
+    def requests(self) -> int:
+        """Return how many requests it scores."""
+        members = self._within(self.planned.members)
+        return int(members.stop - members.start)
+
+    def collate(self, requests: Requests) -> PackedBatch:
         """Return the pack as a row of ids [1, T], with segments and what hidden states score;
         ``requests``: all that were planned."""
-        ids = array("i")
-        positions, queries, keys, seen = [], [], [], []  # of each segment
-        members, flat = [], []
-        for group in self.groups:
-            first, shared = len(ids), len(group.prefix)
-            starts = []
-            for before, part in [
-                (0, group.prefix),
-                *((shared, suffix) for suffix in group.suffixes),
-            ]:
-                starts.append(len(ids))
-                positions.append((before, len(part)))
-                queries.append(len(part))
-                keys.append(before + len(part))
-                seen += [(first, before), (len(ids), len(part))]
-                ids += part
-            for i, suffix_index in group.request_indices:
-                scored = requests[i].scored
-                added = len(group.suffixes[suffix_index]) if suffix_index >= 0 else 0
-                last = min(scored, added)  # of the suffix; those before end the prefix
-                flat += [
-                    (first + shared - scored + last, scored - last),
-                    (starts[suffix_index + 1] + added - last, last),
-                ]
-                members.append(i)
+        planned, here = self.planned, self._within(self.planned.segments)
+        sources, lengths, before = (
+            each[here] for each in (planned.sources, planned.lengths, planned.before)
+        )
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        prefixes = np.maximum.accumulate(np.where(before == 0, starts, 0))  # of each segment
+        members = planned.request_indices[self._within(planned.members)]
+        last = planned.last[self._within(planned.members)] - here.start
+        scored = requests.scored[members]
+        # of a request the last ones; those that its suffix lacks end the prefix
+        counts = np.minimum(scored, lengths[last])
+        firsts = np.stack((prefixes[last] + before[last] - scored + counts, ends[last] - counts), 1)
+        hidden = _ranges(firsts.ravel(), np.stack((scored - counts, counts), 1).ravel())
+        keys = None
+        if before.any():
+            seen = np.stack((prefixes, starts), 1), np.stack((before, lengths), 1)
+            keys = _ranges(*(each.ravel() for each in seen))
         return PackedBatch(
-            ids=np.asarray(ids, dtype=np.int64)[None],
-            positions=_ranges(positions)[None],
-            cu_seqlens_q=np.cumsum([0, *queries], dtype=np.int32),
-            cu_seqlens_k=np.cumsum([0, *keys], dtype=np.int32),
-            keys=_ranges(seen) if keys != queries else None,
-            **_scored_by(requests, members, flat),
+            ids=requests.tokens[_ranges(sources, lengths)].astype(np.int64)[None],
+            positions=_ranges(before, lengths)[None],
+            cu_seqlens_q=np.cumsum([0, *lengths], dtype=np.int32),
+            cu_seqlens_k=np.cumsum([0, *(before + lengths)], dtype=np.int32),
+            keys=keys,
+            **_scored_by(requests, members, hidden),
         )
 
 
 def prefix_groups(
-    requests: Sequence[Request], max_length: int, batch_tokens: int, segments: int
-) -> list[PrefixGroup]:
+    requests: Requests, max_length: int, batch_tokens: int, segments: int
+) -> PrefixGroups:
     """Return one group per context of ``requests``, or several if they exceed a pack's
-    ``batch_tokens`` or ``segments``. A context that is truncated to fit ``max_length`` is not
-    shared, nor is one of a few tokens: every document's first rolling window has only the prefix
-    token as its context."""
+    ``batch_tokens`` or ``segments``, the longest first. A context that is truncated to fit
+    ``max_length`` is not shared, nor is one of a few tokens: every document's first rolling window
+    has only the prefix token as its context."""
+    whole, tokens = requests.lengths - 1, requests.sortable
+    sizes = np.minimum(whole, max_length)  # of inputs
+    separate = (sizes < whole) | (requests.contexts < LEAST)
+    shared = np.where(separate, whole, requests.contexts)
     by_context: dict[bytes, list[int]] = {}
-    for i, request in enumerate(requests):
-        cut = len(request.tokens) - 1 > max_length
-        separate = cut or request.context < LEAST
-        shared = request.tokens[: -1 if separate else request.context]
-        by_context.setdefault(shared.tobytes(), []).append(i)
-    groups = []
-    for context, request_indices in by_context.items():
-        if len(request_indices) == 1:
-            (i,) = request_indices
-            groups.append(PrefixGroup(requests[i].inputs(max_length), [], [(i, -1)]))
-            continue
-        length = len(context) // array("i").itemsize
-        parts, tokens = [list[int]()], length
-        for i in request_indices:
-            more = len(requests[i].tokens) - length
-            full = tokens + more > batch_tokens or len(parts[-1]) + 1 >= segments
-            if parts[-1] and full:
+    ends = (4 * (requests.starts + shared)).tolist()
+    for i, (start, end) in enumerate(zip((4 * requests.starts).tolist(), ends, strict=True)):
+        by_context.setdefault(tokens[start:end], []).append(i)
+    parts, lengths = list[list[int]](), requests.lengths.tolist()
+    for context, indexes in by_context.items():
+        parts.append([])
+        held = length = len(context) // 4
+        for i in indexes:
+            more = lengths[i] - length
+            if parts[-1] and (held + more > batch_tokens or len(parts[-1]) + 1 >= segments):
                 parts.append([])
-                tokens = length
+                held = length
             parts[-1].append(i)
-            tokens += more
-        for part in parts:
-            inputs = [requests[i].inputs(max_length) for i in part]
-            after = min(length, len(inputs[0]))  # of a single input, it may be cut
-            first, last = (each([ids[after:] for ids in inputs]) for each in (min, max))
-            after += next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), len(first))  # noqa: B905
-            suffixes: dict[bytes, int] = {}
-            members = []
-            for i, ids in zip(part, inputs, strict=True):
-                rest = ids[after:].tobytes()
-                members.append((i, suffixes.setdefault(rest, len(suffixes)) if rest else -1))
-            rests = [array("i", each) for each in suffixes]
-            groups.append(PrefixGroup(inputs[0][:after], rests, members))
-    return groups
+            held += more
+    members = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64, count=len(requests))
+    counts = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+    firsts = np.cumsum(counts) - counts
+    begins = (requests.starts + whole - sizes)[members]
+    # the prefix: the context, and what all of a group's inputs have after it
+    known = np.minimum(shared, sizes)[members]
+    sizes, head = sizes[members], np.repeat(firsts, counts)
+    both = np.minimum(sizes - known, (sizes - known)[head])
+    pairs = (requests.tokens[_ranges(at, both)] for at in (begins + known, (begins + known)[head]))
+    differ = np.flatnonzero(np.not_equal(*pairs))
+    member = np.repeat(np.arange(len(members)), both)[differ]
+    alike = both.copy()
+    np.minimum.at(alike, member, differ - (np.cumsum(both) - both)[member])
+    prefixes = known[firsts] + np.minimum.reduceat(alike, firsts)
+    # suffixes, each once
+    prefix = np.repeat(prefixes, counts)
+    rests, sources = sizes - prefix, begins + prefix
+    ends, at = (4 * (begins + sizes)).tolist(), {}
+    suffixes = zip(head.tolist(), (4 * sources).tolist(), ends, strict=True)
+    earliest = np.asarray(
+        [at.setdefault((of, tokens[a:b]), i) for i, (of, a, b) in enumerate(suffixes)]
+    )
+    new = (rests > 0) & (earliest == np.arange(len(members)))
+    total = (prefixes + np.add.reduceat(rests * new, firsts)).tolist()
+    texts = zip((4 * begins[firsts]).tolist(), (4 * sources[firsts]).tolist(), strict=True)
+    keys = [(-count, tokens[a:b]) for count, (a, b) in zip(total, texts, strict=True)]
+    order = np.asarray(sorted(range(len(parts)), key=keys.__getitem__))
+    # in this order
+    member = _ranges(firsts[order], counts[order])
+    first_members = np.cumsum([0, *counts[order]])
+    first_segments = np.cumsum([0, *(1 + np.add.reduceat(new, firsts, dtype=np.int64)[order])])
+    group = np.repeat(np.arange(len(parts)), counts[order])
+    segment = np.empty(len(members), dtype=np.int64)
+    segment[member] = np.cumsum(new[member]) + group
+    result = np.zeros((3, first_segments[-1]), dtype=np.int64)
+    result[:2, first_segments[:-1]] = begins[firsts][order], prefixes[order]
+    result[:, segment[new]] = sources[new], rests[new], prefix[new]
+    return PrefixGroups(
+        segments=first_segments,
+        sources=result[0],
+        lengths=result[1],
+        before=result[2],
+        members=first_members,
+        request_indices=members[member],
+        last=np.where(rests[member] > 0, segment[earliest][member], first_segments[group]),
+    )

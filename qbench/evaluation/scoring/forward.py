@@ -444,9 +444,9 @@ def packing_difference(model: Any, decoder: torch.nn.Module) -> float:
     packed = packed[to_device(batch.rows[batch.scored.row], model.device)].float()
     single = []
     for index in batch.request_indices:
-        row = np.asarray([requests[index].tokens[:-1]])
+        row = np.asarray([[*texts[index][0], *texts[index][1][:-1]]])
         states = decoder(to_device(row, model.device), use_cache=False)[0][0]
-        single.append(states[-requests[index].scored :].float())
+        single.append(states[-len(texts[index][1]) :].float())
     expected = torch.cat(single)
     off = (packed - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(off.quantile(0.8))
@@ -644,19 +644,15 @@ def in_order(
     the dtype of the log-probabilities, which is HFLM's rounding; else in float64."""
     values = torch.cat([scores.log_probability for _, scores in results]).cpu()
     likeliest = torch.cat([scores.likeliest for _, scores in results]).cpu().numpy()
-    requests = np.concatenate([batch.request_indices for batch, _ in results])
+    order = np.argsort(np.concatenate([batch.request_indices for batch, _ in results]))
+    assert len(order) == count
     counts = np.concatenate([batch.counts for batch, _ in results])
     firsts = np.cumsum(counts) - counts
     greedy = np.logical_and.reduceat(likeliest, firsts)
     if exact:
         ends = (firsts + counts).tolist()
-        sums = [float(values[a:b].sum()) for a, b in zip(firsts.tolist(), ends, strict=True)]
+        parts = (values[a:b] for a, b in zip(firsts.tolist(), ends, strict=True))
+        sums = np.asarray([float(part.sum()) for part in parts])
     else:
-        sums = np.add.reduceat(values.double().numpy(), firsts).tolist()
-    answers: list[LogLikelihood | None] = [None] * count
-    for i, log_likelihood, all_likeliest in zip(
-        requests.tolist(), sums, greedy.tolist(), strict=True
-    ):
-        answers[i] = (log_likelihood, all_likeliest)
-    assert all(answer is not None for answer in answers)
-    return answers  # type: ignore[return-value]  # none is left out by now
+        sums = np.add.reduceat(values.double().numpy(), firsts)
+    return list(zip(sums[order].tolist(), greedy[order].tolist(), strict=True))

@@ -1,7 +1,7 @@
 """Score requests exactly or fast, as an lm-eval language model. A request goes through these steps,
 top to bottom.
 
-1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
+1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Requests`` of token ids;
 2. ``_queue`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, or those that go through a streamed model together
    (``qbench.streaming``), and splits what does not fit the device. Of its hidden states, those
@@ -39,7 +39,6 @@ from qbench.evaluation.scoring.batching import (
     Counts,
     Packing,
     Padding,
-    Request,
     Requests,
     check_tokens,
     join,
@@ -288,8 +287,8 @@ class Scorer(LM):
         windows = self._requests(requests, windows=True)
         sums: list[float] = [0] * len(requests)
         scores = self.read(requests, windows, windows=True)
-        for window, (log_likelihood, _) in zip(windows, scores, strict=True):
-            sums[window.owner] += log_likelihood
+        for owner, (log_likelihood, _) in zip(windows.owners.tolist(), scores, strict=True):
+            sums[owner] += log_likelihood
         return sums
 
     def _requests(self, instances: Sequence[Any], *, windows: bool = False) -> Requests:
@@ -308,7 +307,7 @@ class Scorer(LM):
         windows = kind == "loglikelihood_rolling"
         if windows or kind == "loglikelihood":
             requests = self._requests(instances, windows=windows)
-            check_tokens([[requests.largest]], self._embedded)
+            check_tokens([[requests.tokens.max()]], self._embedded)
             if backend := self.fast or self.exact:
                 requests.plan(backend.batching, windows=windows)
 
@@ -338,24 +337,23 @@ class Scorer(LM):
     def read(
         self, instances: Sequence[Any], requests: Requests, *, windows: bool = False
     ) -> list[LogLikelihood]:
-        """Return the log-likelihoods of ``requests``; ``requests[i].owner`` is the index of its
-        lm-eval instance in ``instances``, all of one task. ``windows``: they are rolling windows.
+        """Return the log-likelihoods of ``requests``, whose ``owners`` are indexes in lm-eval's
+        ``instances``, all of one task. ``windows``: they are rolling windows.
         Raises EvaluationError if a continuation or all requests are too long, if memory is short,
         or if fast scores leave the tolerance without ``fallback``."""
-        if not requests:
+        if not len(requests):
             return []
         most, task = self.settings.max_length, instances[0].task_name
-        if (longest := max(request.scored for request in requests)) > most:
+        if (longest := requests.scored.max()) > most:
             raise EvaluationError(  # HFLM would stop with a bare assertion
                 f"a continuation of {longest} tokens does not fit into "
                 f"evaluation.max_length {most}; raise max_length, or leave the task out"
             )
-        check_tokens([[requests.largest]], self._embedded)
-        truncated = sum(len(request.tokens) > most + 1 for request in requests)
+        check_tokens([[requests.tokens.max()]], self._embedded)
+        truncated = int((requests.lengths > most + 1).sum())
         self._counts.add_requests(task, len(requests), truncated, most)
         lengths = np.zeros(len(instances), dtype=np.int64)
-        for request in requests:
-            lengths[request.owner] += request.scored
+        np.add.at(lengths, requests.owners, requests.scored)
 
         def observed(backend: Backend) -> Callable[[], list[LogLikelihood]]:
             """Queue all requests on the device; return a function that waits for their scores."""
@@ -376,10 +374,9 @@ class Scorer(LM):
         if self.fast is not None:
             scores = observed(self.fast)
             # Windows are independent: each costs as much to score exactly as fast
-            documents = [
-                i if windows else instances[request.owner].doc_id
-                for i, request in enumerate(requests)
-            ]
+            documents: Sequence[Hashable] = range(len(requests))
+            if not windows:
+                documents = [instances[owner].doc_id for owner in requests.owners.tolist()]
             reason = self._compare(task, requests, documents, windows, scores)
             if reason is None:
                 return scores()
@@ -391,7 +388,7 @@ class Scorer(LM):
     def _compare(
         self,
         task: str,
-        requests: Sequence[Request],
+        requests: Requests,
         documents: Sequence[Hashable],
         windows: bool,
         fast: Callable[[], Sequence[LogLikelihood]],
@@ -410,14 +407,13 @@ class Scorer(LM):
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
-            added = Requests(requests[i] for i in new)
-            queued = self._queue(self._reference, added, windows, Counts())
+            queued = self._queue(self._reference, requests.take(new), windows, Counts())
             scores = fast()
             exact |= dict(zip(new, queued(), strict=True))
             difference = compare(
                 task,
                 documents=[documents[i] for i in indexes],
-                tokens=[requests[i].scored for i in indexes],
+                tokens=requests.scored[indexes].tolist(),
                 fast=[scores[i] for i in indexes],
                 exact=[exact[i] for i in indexes],
                 by_bias=self.settings.amplifies_rounding,
@@ -456,7 +452,7 @@ class Scorer(LM):
             following = read(parts[0])
             for part, after in zip(parts, [*parts[1:], None], strict=True):
                 batches, following = following.result, after and read(after)
-                count = sum(len(g.request_indices) for planned in part for g in planned.groups)
+                count = sum(planned.requests for planned in part)
 
                 def tell(share: float, done: int = done, count: int = count) -> None:
                     if self._progress is not None and counts is self._counts:
@@ -470,7 +466,7 @@ class Scorer(LM):
     def _read_rows(
         self,
         backend: Backend,
-        requests: Sequence[Request],
+        requests: Requests,
         observer: Observer | None,
         stream: torch.cuda.Stream | None,
         part: Sequence[BatchPlan],
@@ -492,7 +488,7 @@ class Scorer(LM):
         backend: Backend,
         part: Sequence[BatchPlan],
         read: Callable[[], list[tuple[Batch, Any]]],
-        requests: Sequence[Request],
+        requests: Requests,
         counts: Counts,
         observer: Observer | None,
         tell: Callable[[float], None],
