@@ -10,14 +10,14 @@ from contextlib import suppress
 import psutil
 
 from qbench.errors import INTERRUPTED, STOPPED
-from qbench.machine import keep_freed_memory
+from qbench.machine import tidy_memory_seldom
 
 ELSEWHERE = {"cpu", "--cluster", "--help"}  # words of a run that needs no GPU here
 
 
 def main() -> None:
     """Run the command line, and end the process with its exit code."""
-    keep_freed_memory()
+    tidy_memory_seldom()
     try:
         if sys.argv[1:2] == ["run"] and not ELSEWHERE & {*sys.argv}:
             from qbench.runner.workers import start_early

@@ -31,7 +31,7 @@ from qbench.errors import (
     UnavailableError,
 )
 from qbench.files import code_digest
-from qbench.machine import free, garbage_seldom, hardware
+from qbench.machine import free, hardware
 from qbench.made_copy import with_made_copy
 from qbench.plan import Cell, Plan, streams
 from qbench.quantizers.audit.compare import audit, probe_of
@@ -173,7 +173,6 @@ def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
     return replace(cell, checkpoint=checkpoint, attention=attention.implementation, scoring=scoring)
 
 
-@garbage_seldom()  # of the tasks that are loaded meanwhile
 def load_original(cell: Cell, plan: Plan, *, verify: bool = True) -> PreTrainedModel:
     """Return the cell's checkpoint as an unquantized model, on the plan's device or placed by
     ``offload_policy``. Without ``verify``, what an earlier load has measured is not measured

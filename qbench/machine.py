@@ -276,22 +276,13 @@ def reset_peak_memory(device: str) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-@contextmanager
-def garbage_seldom() -> Iterator[None]:
-    """Look for garbage once in ``SELDOM`` new objects within the body: a look through all objects
-    of a model and its tasks takes 0.4 s, and Python takes several while texts are encoded."""
-    often = gc.get_threshold()
-    gc.set_threshold(SELDOM, *often[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*often)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks of up to 32 MiB for the next arrays and tensors: the tests of a
-    large results folder take three times as long if each array is mapped anew, and of a small
-    model's cells on a CPU a tenth goes into new pages."""
+def tidy_memory_seldom() -> None:
+    """Look for garbage once in ``SELDOM`` new objects: a look through all objects of a model and
+    its tasks takes 0.1 to 0.4 s, and preparing and judging five tasks took nine. Have glibc keep
+    freed blocks of up to 32 MiB for the next arrays and tensors: the tests of a large results
+    folder take three times as long if each array is mapped anew, and of a small model's cells on a
+    CPU a tenth goes into new pages."""
+    gc.set_threshold(SELDOM, *gc.get_threshold()[1:])
     with suppress(OSError, AttributeError):  # other C libraries have no such settings
         mallopt = ctypes.CDLL(None).mallopt
         if mallopt(M_MMAP_THRESHOLD, 2**25):  # without, the next would have it stay at 128 KiB

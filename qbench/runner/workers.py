@@ -37,8 +37,8 @@ from qbench.machine import (
     cells_per_gpu,
     cores,
     interrupts_blocked,
-    keep_freed_memory,
     set_library_env,
+    tidy_memory_seldom,
     visible_gpus,
 )
 
@@ -245,7 +245,7 @@ def begin(gpu: int | None) -> None:
     """Prepare a worker process before its first call. ``gpu``: index of the GPU that it sees, None
     on the CPU."""
     threading.Thread(target=end_with_parent, daemon=True).start()
-    keep_freed_memory()
+    tidy_memory_seldom()
     if gpu is not None:
         visible = os.environ.get(VISIBLE)
         os.environ[VISIBLE] = visible.split(",")[gpu] if visible else str(gpu)

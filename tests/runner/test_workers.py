@@ -1,6 +1,7 @@
 """Worker processes: one that dies breaks its own call, and whoever ends leaves nobody behind."""
 
 import atexit
+import gc
 import os
 import platform
 import random
@@ -13,6 +14,7 @@ from concurrent.futures import BrokenExecutor
 import pytest
 
 from qbench.__main__ import main
+from qbench.machine import SELDOM
 from qbench.progress import SilentProgress
 from qbench.runner import workers
 from qbench.runner.progress import listening
@@ -79,8 +81,9 @@ def new_pages():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
-def test_a_worker_keeps_the_memory_of_tensors_for_the_next():
+def test_a_worker_keeps_the_memory_of_tensors_for_the_next_and_looks_for_garbage_seldom():
     with Workers([0], device="cpu") as executor:
+        assert executor.submit(gc.get_threshold).result(timeout=PATIENCE)[0] == SELDOM
         assert executor.submit(new_pages).result(timeout=PATIENCE) < 1000
 
 

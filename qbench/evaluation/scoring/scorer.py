@@ -76,7 +76,7 @@ from qbench.evaluation.settings import (
     sample_violation,
     undecided,
 )
-from qbench.machine import garbage_seldom, peak_memory_gib, reset_peak_memory
+from qbench.machine import peak_memory_gib, reset_peak_memory
 from qbench.progress import Advance
 from qbench.records import ANSWERS, DifferenceFromExact, SampleDifference, ScoringReport
 from qbench.streaming import stream_of
@@ -273,13 +273,11 @@ class Scorer(LM):
             counted["difference_from_exact"] = merge_differences(differences)
         return report(self.settings, self.hflm, **self._batching, **counted)
 
-    @garbage_seldom()
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
         """Return (log-likelihood in nats, whether greedy) of each request's continuation after its
         context. Raises as ``read``, and for a request without tokens in either."""
         return self.read(requests, self._requests(requests))
 
-    @garbage_seldom()
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each request's whole text in nats, the sum over its rolling
         windows. Raises as ``read``."""
