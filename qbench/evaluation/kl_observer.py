@@ -189,11 +189,6 @@ class KLObserver:
         if self._task is None:
             return
         self._device, self._finish = head.device, head.finish
-        if self._weight is None:
-            # Copied even on a CPU: a product may round by where in memory its weight begins.
-            self._weight = self.base.weight.to(self._device, copy=True)
-            bias = self.base.bias
-            self._bias = None if bias is None else bias.to(self._device, copy=True)
         self._document = np.repeat([instance.doc_id for instance in instances], lengths)
         self._request = np.repeat([instance.idx for instance in instances], lengths)
         tokens = len(self._task.token)
@@ -227,6 +222,11 @@ class KLObserver:
             return None
         rows, entries, before = prepared
         assert len(before) == len(hidden)
+        if self._weight is None:  # now, since a GPU is at work on ``hidden``
+            # Copied even on a CPU: a product may round by where in memory its weight begins.
+            self._weight = self.base.weight.to(self._device, copy=True)
+            bias = self.base.bias
+            self._bias = None if bias is None else bias.to(self._device, copy=True)
         logits_of = projection.of(
             lambda states: self._finish(functional.linear(states, self._weight, self._bias)), before
         )

@@ -201,13 +201,14 @@ class AnswerSettings:
 class ScoringSettings:
     """Settings of one cell's scorer: part of its key, but for those that ``key_parts`` leaves out.
 
-    ``batch_size`` counts padded requests (in fast mode those of the sample), ``window_batch_size``
-    rolling windows of up to ``max_length`` tokens, ``batch_tokens`` the tokens of a pack without
-    padding (fast mode only, else None). ``packed``: fast batches are such packs; else each text has
-    a row of its own, and ``batch_tokens`` counts padding too (measured when the model is loaded, so
-    no part of the key). ``sample`` counts the documents of each task on which fast
-    scoring is compared with exact, within ``tolerance``. ``seed`` draws that sample and, counted
-    from lm-eval's defaults, what a task leaves to chance; ``fewshot_seed`` draws few-shot examples.
+    ``batch_size`` counts padded requests (in fast mode those of the sample if scores depend on the
+    batch), ``window_batch_size`` rolling windows of up to ``max_length`` tokens, ``batch_tokens``
+    the tokens of a pack without padding (fast mode only, else None). ``packed``: fast batches are
+    such packs; else each text has a row of its own, and ``batch_tokens`` counts padding too
+    (measured when the model is loaded, so no part of the key). ``sample`` counts the documents of
+    each task on which fast scoring is compared with exact, within ``tolerance``. ``seed`` draws
+    that sample and, counted from lm-eval's defaults, what a task leaves to chance; ``fewshot_seed``
+    draws few-shot examples.
     ``amplifies_rounding``: the quantizer's, which changes how fast scores are judged and no score.
     ``shares_scales``: the quantizer's, too: scores depend on the batch, and fast ones are compared
     with those of exact scoring's own batches, not with windows one by one. ``fallback``: a task

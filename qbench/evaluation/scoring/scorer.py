@@ -179,6 +179,7 @@ def report(
 
 STATES_BYTES = 16 * 2**30  # of hidden states that wait on the host while a model is streamed
 MANY_HEADS = 128  # of a configuration that states none
+SAMPLE_TOKENS = 4096  # of a batch of fast scoring's sample: few are padding
 SAMPLED_WINDOWS = 2  # of fast scoring's sample; one has up to max_length scored tokens
 
 
@@ -249,7 +250,9 @@ class Scorer(LM):
         self.exact = Backend(batching=padding, forward=exact or padded, exact=True)
         self.fast: Backend | None = None
         if settings.mode == "fast":
-            right = padding if settings.shares_scales else replace(padding, window_batch_size=1)
+            right = padding
+            if not settings.shares_scales:
+                right = replace(padding, batch_tokens=SAMPLE_TOKENS)
             self._reference = replace(self.exact, batching=right)
             tokens = settings.batch_tokens
             if settings.packed:
