@@ -53,13 +53,9 @@ def merge_reports(reports: Sequence[ScoringReport]) -> ScoringReport | None:
             key: value for report in reports for key, value in getattr(report, name).items()
         }
     merged["doubled_bos"] = tuple(task for report in reports for task in report.doubled_bos)
-    merged["graph_error"] = next(
-        (report.graph_error for report in reports if report.graph_error), None
-    )
+    merged["graph_error"] = next(filter(None, (each.graph_error for each in reports)), None)
     merged["peak_memory_gib"] = max(report.peak_memory_gib for report in reports)
-    if compared := [
-        report.difference_from_exact for report in reports if report.difference_from_exact
-    ]:
+    if compared := [each for report in reports if (each := report.difference_from_exact)]:
         merged["difference_from_exact"] = merge_differences(compared)
     return reports[0].model_copy(update=merged)
 

@@ -62,8 +62,7 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
 
     Quantized weights come from the cache or are computed again; their layers must equal the audited
     ones. Raises ResultsError if this machine did not run the cell, if checkpoint or weights have
-    changed, or if the cell is a published copy or another runtime's; DataError if its calibration
-    text is gone or changed.
+    changed, or if the cell is a published copy or another runtime's; DataError if its text is gone.
     """
     name, parts = record.cell, record.key_parts
     sources = find_sources(cache, store.manifest())
@@ -72,10 +71,7 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
                            "the checkpoint is; run the cell here")  # fmt: skip
     checkpoint = find(str(sources.checkpoints[record.checkpoint]))
     if checkpoint.digest != parts["weights"]:
-        raise ResultsError(
-            f"{name}: {checkpoint.folder} holds other weights now; restore them, or run the cell "
-            "again"
-        )
+        raise ResultsError(f"{name}: {checkpoint.folder} holds other weights now; run it again")
     if (text := parts.get("calibration")) is not None:
         assert sources.calibration, "a run with calibrated cells keeps the path of their text"
         text = CalibrationText(
@@ -120,15 +116,12 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
 
 def _require_audited(record: Record, model: PreTrainedModel, config: Any) -> None:
     """Raise ResultsError if the weights of ``model`` differ from those that ``record`` audited."""
-    audited = (
-        {module.name: module.digest for module in record.audit.modules} if record.audit else {}
-    )
+    audited = {m.name: m.digest for m in record.audit.modules} if record.audit else {}
     stored = evidence_of(model, config, "weights")
     other = [name for name in audited if digest(stored[name]().tensors) != audited[name]]
     if other:
         raise ResultsError(
-            f"{record.cell}: {len(other)} layers differ from the audited ones, such as {other[0]}: "
-            "libraries or code changed; run the cell again"
+            f"{record.cell}: {len(other)} layers are not the audited ones ({other[0]}); run again"
         )
 
 
@@ -198,14 +191,10 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
         raise UnavailableError(f"{config.name}: {what} can{'not' * bool(chosen)} hold it{remedy}")
     if any(isinstance(module, Experts) for module in model.modules()):
         raise UnavailableError(
-            f"{config.name}: no format holds experts that the model's class keeps as one tensor; "
-            "make the copy with another library and score it with --quantized LABEL=DIR"
+            f"{config.name}: no format holds experts as one tensor; make a copy by another library"
         )
     if isinstance(model.get_input_embeddings(), QuantizedEmbedding):
-        raise UnavailableError(
-            f"{config.name}: no format holds quantized embeddings; leave them out of layers "
-            "(qbench budget: out of --include)"
-        )
+        raise UnavailableError(f"{config.name}: no format holds quantized embeddings; omit them")
     model.config.dtype = getattr(torch, config.compute_dtype)
     measured.tokenizer.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -262,9 +251,8 @@ def compared(measured: MeasuredCell, reloaded: nn.Module) -> str:
     off = difference(theirs, ours)
     if not off <= rounding_tolerance(reloaded):
         raise UnavailableError(
-            f"{measured.record.cell}: the written folder, loaded again, gives logits that differ "
-            f"from the cell's by {off:.2g} of their size: this format cannot hold the cell; choose "
-            "another"
+            f"{measured.record.cell}: the logits of the written folder are {off:.2g} of their size "
+            "off the cell's: this format cannot hold it; choose another"
         )
     if not off:  # at the median token
         share = (ours == theirs).all(-1).float().mean()
@@ -287,8 +275,7 @@ def _arguments(form: QuantFormat, **more: Any) -> dict[str, Any]:
 
 
 def _packed(weights: Any, inputs: Any) -> bool:
-    """Say whether integer codes are packed into int32. Of unquantized ``inputs``, None, vLLM reads
-    no other layout of them."""
+    """Say whether integer codes are packed into int32, as vLLM reads them beside no ``inputs``."""
     of_int8 = weights.method == "int8" and inputs is None
     return of_int8 or weights.method in ("gptq", "rtn")
 
@@ -320,17 +307,12 @@ def _compressed_config(
     """Return compressed-tensors' quantization_config. Raises UnavailableError if it cannot."""
     inputs, weights = config.activations, config.weights
     if inputs is not None and set(inputs.ignore) != set(weights.ignore):
-        raise UnavailableError(
-            f"{config.name}: no format holds weights and inputs that ignore different layers; give "
-            "both the same ignore"
-        )
+        raise UnavailableError(f"{config.name}: weights and inputs must have the same ignore")
     by_settings = _by_settings(weights, layers)
     groups: dict[str, dict[str, Any]] = {}
     for settings, names in by_settings.items():
         if getattr(settings, "order", "") == "activation":
-            raise UnavailableError(
-                f"{config.name}: use --weights gptq, which alone holds order: activation"
-            )
+            raise UnavailableError(f"{config.name}: order: activation needs --weights gptq")
         layout, arguments = _weight_arguments(settings, inputs)
         groups[f"group_{len(groups)}"] = {
             "targets": names if len(by_settings) > 1 else ["Linear"], "weights": arguments,
@@ -394,9 +376,7 @@ def _gptq_config(
     """Return GPTQ's quantization_config: the commonest settings; under GPTQModel's key ``dynamic``,
     by patterns over full names, layers with other settings and unquantized ones."""
     if config.activations is not None:
-        raise UnavailableError(
-            f"{config.name}: use --weights compressed-tensors, which holds quantized inputs too"
-        )
+        raise UnavailableError(f"{config.name}: quantized inputs need --weights compressed-tensors")
     by_settings = _by_settings(config.weights, layers)
     options = {settings: {"bits": settings.num_bits, "group_size": settings.group_size,
                           "sym": settings.symmetric,
@@ -404,10 +384,7 @@ def _gptq_config(
                for settings in by_settings}  # fmt: skip
     usual = max(by_settings, key=lambda settings: len(by_settings[settings]))
     if len({settings.symmetric for settings in options}) > 1:
-        raise UnavailableError(
-            f"{config.name}: use --weights compressed-tensors, which alone holds symmetric beside "
-            "asymmetric layers"
-        )
+        raise UnavailableError(f"{config.name}: use --weights compressed-tensors, which mixes both")
     dynamic = {_pattern("+", by_settings[each]): options[each] for each in options if each != usual}
     if inside := [name for name in left_out if "." in name]:  # not the LM head
         dynamic[_pattern("-", inside)] = {}
@@ -425,8 +402,7 @@ def _pattern(sign: str, names: Iterable[str]) -> str:
 
 
 def _gptq(module: nn.Module, config: QuantizationConfig) -> Tensors:
-    """Return the tensors of a layer in GPTQ's layout; its first version, for symmetric grids,
-    stores zero points minus 1."""
+    """Return a layer's tensors in GPTQ's layout; symmetric grids store zero points minus 1."""
     codes, columns = unpack_codes(module.codes, module.bits, module.in_features), module.order
     columns = torch.arange(module.in_features) if columns is None else columns.long()
     return {
@@ -446,10 +422,7 @@ def _bnb_config(
     """Return bitsandbytes' config. Raises UnavailableError for quantized activations."""
     weights = config.weights
     if config.activations is not None:
-        raise UnavailableError(
-            f"{config.name}: the format of bitsandbytes holds no quantized inputs; name a cell of "
-            "quantized weights only"
-        )
+        raise UnavailableError(f"{config.name}: bitsandbytes holds no quantized inputs")
     if weights.num_bits == 8:
         settings = {"load_in_8bit": True, "llm_int8_threshold": weights.threshold}
     else:
@@ -457,10 +430,6 @@ def _bnb_config(
                     "bnb_4bit_use_double_quant": weights.double_quant,
                     "bnb_4bit_compute_dtype": weights.compute_dtype}  # fmt: skip
     return transformers.BitsAndBytesConfig(**settings, llm_int8_skip_modules=left_out).to_dict()
-
-
-def _bnb(module: nn.Module, config: QuantizationConfig) -> Tensors:
-    return dict(module.state_dict())  # the library's layout of files
 
 
 FORMATS = {
@@ -484,5 +453,5 @@ def formats_of(weights: Any) -> tuple[str, ...]:
 # What config.json says of a format, and the tensors of a layer
 WRITERS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., Tensors]]] = {
     "gptq": (_gptq_config, _gptq), "compressed-tensors": (_compressed_config, _compressed),
-    "bitsandbytes": (_bnb_config, _bnb),
+    "bitsandbytes": (_bnb_config, lambda module, _: dict(module.state_dict())),
 }  # fmt: skip

@@ -161,8 +161,7 @@ ABOUT = "about"  # the one entry of a file's metadata: several come in no fixed 
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write ``tensors`` by name to the safetensors file ``path``, with ``about``, as JSON, in its
     metadata, and their digest to ``path`` + ".digest". The disk is not waited for, which may take
-    longer than computing the tensors: a file damaged by a crash of the host does not match its
-    digest. Raises OutputError."""
+    longer than computing the tensors: a crash shows in the digest. Raises OutputError."""
     with replacing(path, sync=False) as making:
         save_tensors(making, tensors, {ABOUT: json.dumps(about, sort_keys=True)})
         path.with_name(f"{path.name}.digest").write_text(f"{digest_of_parts(making)}\n")

@@ -26,11 +26,8 @@ def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path
     ``patterns``, at ``revision`` (None: the newest). Raises CheckpointError with the hub's reason
     if they cannot be fetched."""
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                hub_id, revision=revision, allow_patterns=list(patterns)
-            )
-        )
+        download = huggingface_hub.snapshot_download
+        return Path(download(hub_id, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
@@ -43,9 +40,8 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
     """Return the path of file ``name`` of a data-set repository at ``revision`` (None: the newest).
     Raises DataError if it cannot be fetched."""
     try:
-        return Path(
-            huggingface_hub.hf_hub_download(dataset, name, repo_type="dataset", revision=revision)
-        )
+        download = huggingface_hub.hf_hub_download
+        return Path(download(dataset, name, repo_type="dataset", revision=revision))
     except Exception as error:
         raise DataError(
             f"{name} of {dataset} cannot be fetched from the hub: {reason(error)}"

@@ -84,14 +84,10 @@ def choose_device(device: str) -> str:
     Raises UnavailableError for "cuda" without a GPU, and for any other name."""
     if device not in ("auto", "cpu", "cuda"):
         raise UnavailableError(f"device {device!r}: must be auto, cpu or cuda")
-    if device == "cpu":
-        return "cpu"
-    problem = cuda_problem()
-    if device == "auto":
-        return "cpu" if problem else "cuda"
-    if problem:
+    problem = None if device == "cpu" else cuda_problem()
+    if device == "cuda" and problem:
         raise UnavailableError(f"--device cuda: {problem}; use --device cpu")
-    return device
+    return "cpu" if device == "cpu" or problem else "cuda"
 
 
 @functools.cache
@@ -112,8 +108,7 @@ def cuda_problem() -> str | None:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Return the processor's features by Linux's names, such as avx512_vnni; an empty set if they
-    are not listed, as on ARM."""
+    """Return the processor's features by Linux's names, such as avx512_vnni; none on ARM."""
     return frozenset(_proc("cpuinfo", "flags").split())
 
 
@@ -141,12 +136,16 @@ def memory_gib(device: str) -> float:
 @functools.cache
 def torch_cuda() -> str | None:
     """Return the CUDA version of the installed PyTorch; None without CUDA or PyTorch."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    text = (Path(spec.origin).parent / "version.py").read_text()
+    text = package_source("torch", "version.py")
     match = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
     return match[1] if match else None
+
+
+def package_source(package: str, name: str) -> str:
+    """Return the text of a file of an installed ``package``, which is not imported, or ""."""
+    spec = importlib.util.find_spec(package)
+    file = Path(spec.origin).parent / name if spec and spec.origin else Path(os.devnull)
+    return file.read_text(encoding="utf-8")
 
 
 def gpu_slots(
@@ -246,8 +245,7 @@ def git_revision() -> str | None:
 
 
 def peak_memory_gib(device: str) -> float:
-    """Return the peak memory in GiB: of PyTorch's allocator on the fullest GPU; on a CPU, of the
-    resident set of this process."""
+    """Return the peak memory in GiB: PyTorch's on the fullest GPU; on a CPU this process's."""
     if device == "cuda":
         cuda = _cuda()
         each = map(cuda.max_memory_allocated, range(cuda.device_count()))
@@ -352,11 +350,6 @@ class _Lazy(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
-    """Return what a decorator of torch's compiler gives, without its mark."""
-    return function or (lambda other: other)
-
-
 def import_transformers() -> None:
     """Import transformers' code of models without what no cell needs: hqq (for a cache), torchao
     (for saving models), scikit-learn (for assisted decoding), SciPy (for losses of detectors),
@@ -372,7 +365,8 @@ def import_transformers() -> None:
     hidden: dict[str, Any] = {name: None for name in UNUSED if name not in sys.modules}
     if COMPILER not in sys.modules:  # it takes a second, and marks functions that it may meet
         compiler, hidden[INDEXING] = _Lazy(COMPILER), _Lazy(INDEXING)
-        vars(compiler).update(dict.fromkeys(MARKS, _unmarked))
+        unmarked = dict.fromkeys(MARKS, lambda function=None, *_, **__: function or (lambda f: f))
+        vars(compiler).update(unmarked)
         hidden[INDEXING].TransformGetItemToIndex = lambda: importlib.import_module(
             INDEXING
         ).TransformGetItemToIndex()
@@ -485,8 +479,7 @@ def broken_device() -> str | None:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C in this thread during the body. Processes that start there inherit the block;
-    their parent must end them."""
+    """Block Ctrl-C in this thread during the body, and in processes that start there."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

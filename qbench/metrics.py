@@ -20,8 +20,7 @@ KL_MEAN = "log mean of KL"  # the same, whose interval allows for documents that
 
 
 def kind_of(aggregation: str) -> Literal["difference", "log ratio"]:
-    """Return whether scores are compared by their difference, or by their ratio, that is by the
-    difference of logarithms."""
+    """Return whether scores are compared by their difference or by that of their logarithms."""
     return "log ratio" if aggregation in (*LOG_SCALE, LOG_MEAN, KL_MEAN) else "difference"
 
 

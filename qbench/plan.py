@@ -293,8 +293,7 @@ class Plan:
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, with skip_missing
 
     def manifest(self, names: Collection[str] | None = None) -> RunManifest:
-        """Return the manifest of a run of the cells ``names`` (None: of all), with their
-        checkpoints and quantizers."""
+        """Return the manifest of a run of the cells ``names`` (None: of all)."""
         recipe = self.recipe
         cells = tuple(c.grid_cell for c in self.cells if names is None or c.name in names)
         checkpoints = tuple(dict.fromkeys(cell.checkpoint for cell in cells))
@@ -447,13 +446,11 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
         if not puts_bos(load_tokenizer(checkpoint)):
             raise RecipeError(
                 f"checkpoints.{name}: evaluation.add_bos: true, but the tokenizer puts no BOS "
-                "before a text; set add_bos: false, or give the tokenizer a post-processor that "
-                "puts one"
+                "before a text; set add_bos: false, or have its post-processor put one"
             )
     if evaluation.apply_chat_template and not has_chat_template(checkpoint.folder):
         raise RecipeError(
-            f"evaluation.apply_chat_template: checkpoints.{name} has no chat template; add its "
-            "chat_template.jinja, or set false if it was not trained on conversations"
+            f"evaluation.apply_chat_template: checkpoints.{name} has no chat template; set false"
         )
     bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
     for column in sorted(plan.recipe.quantizers, key=lambda c: c.quantization.precision.quantized):
@@ -498,8 +495,7 @@ def _cell(
     column: QuantizerEntry,
     base: GridCell | None,
 ) -> Cell:
-    """Return the cell of one checkpoint and one ``column``. ``base`` is the unquantized cell that
-    damage is measured against."""
+    """Return the cell of one checkpoint and ``column``. ``base``: what damage is taken against."""
     evaluation, device = plan.recipe.evaluation, plan.device
     quantization, copy = column.quantization, None
     if isinstance(quantization.weights, Published):
@@ -627,9 +623,7 @@ def find_tasks(
         groups |= {group.name: group for group in within}
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise RecipeError(
-            f"tasks: listed twice, once by a group or tag: {', '.join(twice)}; list each only once"
-        )
+        raise RecipeError(f"tasks: list each once, not also by a group or tag: {', '.join(twice)}")
     for task in leaves:
         try:
             tasks.append(
@@ -723,8 +717,7 @@ def scoring_settings(
     lengths = [n for n in (evaluation.max_length, checkpoint.max_length) if n is not None]
     if not lengths:
         raise RecipeError(
-            f"evaluation.max_length: {checkpoint.source} states no context length; set max_length, "
-            "in tokens (evaluation: {max_length: 2048})"
+            f"evaluation.max_length: {checkpoint.source} states no context length; set max_length"
         )
     mode = ONE_WAY.get(quantization.runtime, evaluation.scoring)
     if mode == "auto":

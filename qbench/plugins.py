@@ -79,8 +79,7 @@ def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
         source = path.read_bytes()
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"{location} {shown(str(path), most=PATH)}: cannot be read ({reason(error)}); name a "
-            "Python file"
+            f"{location} {shown(str(path), most=PATH)}: cannot be read ({reason(error)})"
         ) from None
     plugin = Plugin(name=Path(path).name, source=source, path=os.path.realpath(path))
     load([plugin], location=location)
@@ -96,8 +95,7 @@ def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
             continue
         if before is not None:
             raise RecipeError(
-                f"{location} {plugin.path or plugin.name}: another plug-in named {before.name} is "
-                "loaded already; rename this one"
+                f"{location} {plugin.path or plugin.name}: {before.name} is loaded already; rename"
             )
         # Run the file as a module, so that its classes can be pickled and inspect finds its source
         # on another host too

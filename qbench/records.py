@@ -330,8 +330,7 @@ class Flips(RecordModel):
 
 
 class TaskDamage(RecordModel):
-    """What quantization changed in one task. ``flips`` by metric: empty in records, computed from
-    the outcomes of both cells."""
+    """What quantization changed in one task. ``flips`` by metric: empty in records, computed."""
 
     distributions: Distributions | None = None
     flips: dict[str, Flips] = Field(default_factory=dict)

@@ -1,18 +1,7 @@
 """Read and write the records of a results folder, its archive, and the cache that later runs take
-results from, all verified by checksum. Imports no torch.
-
-    DIR/grid.json                                             manifest of the last run
-    DIR/records/<checkpoint>/<quantizer>/<key16>.json         the record of a cell
-    DIR/records/…/<key16>.<digest16>.outcomes.parquet         outcomes per document
-    DIR/records/…/<key16>.<digest16>.responses.parquet        every scored continuation
-    DIR/records/…/<key16>.<digest16>.divergences.parquet      KL per request, or per token
-    DIR/records/…/<key16>.<digest16>.answers.parquet          KL per token of the model's answers
-    DIR/records/…/<key16>.log                                 output of the libraries
-    DIR/analysis/grid.json                                    manifest of the last analysis
-    DIR/analysis/<checkpoint>/<quantizer>/<key16>.json        the analysis of a cell
-    DIR/analysis/sensitivity/…                                per linear layer or block
-    DIR/records.tar.xz                                        all of these but logs in one file
-    DIR/.unpacked                                             digest of the archive unpacked last
+results from, all verified by checksum. Imports no torch. docs/records.md lists the files of a
+results folder; an analysis has the same layout in its folder ``analysis``, sensitivities in
+``analysis/sensitivity``.
 
 A folder of results that holds symbolic links is refused: commands that only show a stranger's
 results write tables into their folder, and must not write elsewhere.
@@ -126,8 +115,7 @@ def pack(folder: Path, paths: Iterable[Path], out: Path) -> None:
 
 
 def unpack(folder: Path) -> None:
-    """Write the files of ``folder/records.tar.xz`` into ``folder``, once per archive; do nothing
-    without an archive.
+    """Write the files of ``folder/records.tar.xz``, if any, into ``folder``, once per archive.
 
     Records of other keys stay; a printed line says if a manifest is replaced. Raises DamagedError
     if the archive is damaged, OutputError if the folder cannot be written.
@@ -306,8 +294,7 @@ class Records(Generic[R]):
             return None
 
     def records(self) -> list[R]:
-        """Return the records of the manifest's cells in its order, missing ones left out. Raises as
-        ``manifest`` and ``get``."""
+        """Return the records of the manifest's cells in its order, missing ones left out."""
         records = (self.get(cell) for cell in self.manifest().cells)
         return [record for record in records if record is not None]
 
@@ -416,8 +403,7 @@ class Records(Generic[R]):
     answers = partialmethod(table, name="answers")
 
     def _file(self, record: Record, name: Table, **options: Any) -> tuple[Any, bytes]:
-        """Return a table of ``record`` as pyarrow's ParquetFile with these ``options``, and its
-        bytes."""
+        """Return a table of ``record`` as pyarrow's ParquetFile, and its bytes."""
         import pyarrow
         from pyarrow import parquet
 
@@ -428,8 +414,7 @@ class Records(Generic[R]):
 
     def payload(self, record: Record, name: Table) -> bytes:
         """Return the bytes of a table of ``record``, a Parquet file, verified before a library
-        parses them. Raises DamagedError if the record has no such table, or if the file is missing
-        or changed."""
+        parses them. Raises DamagedError if it is missing or changed."""
         if name not in record.files:
             path = self.path(record)
             raise DamagedError(f"{path}: no {name} were written with this record; {RUN_AGAIN}")
@@ -528,8 +513,7 @@ class Store(Records[Record]):
 
 
 class TaskStore(Records[TaskRecord]):
-    """Finished tasks under their :func:`task_key` alone, whatever their cells are called, in the
-    folder ``cache``."""
+    """Finished tasks in the folder ``cache``, under their :func:`task_key` alone."""
 
     kind, part, by_cell = TaskRecord, "tasks", False
 
@@ -562,9 +546,8 @@ def task_key(
     """Return the key of one ``task`` of the cell with the key parts ``parts``; it does not depend
     on the cell's other tasks. ``base_parts``: those of the unquantized cell that damage is measured
     against, None without damage."""
-    single = {
-        name: part for name, part in parts.items() if name not in ("groups", "damage against")
-    }
+    left_out = ("groups", "damage against")
+    single = {name: part for name, part in parts.items() if name not in left_out}
     for name in ("tasks", "few-shot"):
         single[name] = {task: parts[name][task]}
     if base_parts is not None:
@@ -573,8 +556,7 @@ def task_key(
 
 
 def head_key(parts: Mapping[str, Any]) -> str:
-    """Return the key under which the cell with the key ``parts`` keeps its LM head, the same for
-    all of its tasks."""
+    """Return the key under which the cell with the key ``parts`` keeps its LM head."""
     left_out = ("groups", "damage against", "tasks", "few-shot", "scoring")
     return content_key({name: part for name, part in parts.items() if name not in left_out})
 
@@ -602,8 +584,7 @@ def keep_sources(cache: Path, manifest: RunManifest, sources: Sources) -> None:
 
 def find_sources(cache: Path, manifest: RunManifest) -> Sources:
     """Return the sources that :func:`keep_sources` remembered of a run with the cells of
-    ``manifest``; empty ones if the run was on another machine, or if they are no longer in the
-    cache."""
+    ``manifest``; empty ones if this machine's cache does not have them."""
     with suppress(OSError, ValueError):
         return TypeAdapter(Sources).validate_json(_sources_file(cache, manifest).read_bytes())
     return Sources()
@@ -623,8 +604,7 @@ REMEDY = "run again without --only: the unquantized cell is then made anew"
 
 
 def baseline_file(cache: Path, key: str) -> Path:
-    """Return the path, in the folder ``cache``, of a task's hidden states, or of the LM head, under
-    ``key``."""
+    """Return the path in the ``cache`` of a task's hidden states, or the LM head, under ``key``."""
     return cache / "distributions" / f"{key[:KEY_DIGITS]}.safetensors"
 
 

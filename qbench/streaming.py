@@ -151,9 +151,7 @@ def offload(model: Any, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
     """Return ``hidden`` on :func:`offload_device`; a streamed model copies it into ``buffer``, that
     of an earlier call, if given. Copies are ordered: a later one back sees the result."""
     streamed = stream_of(model)
-    return (
-        hidden.to(offload_device(model)) if streamed is None else streamed.offload(hidden, buffer)
-    )
+    return streamed.offload(hidden, buffer) if streamed else hidden.to(offload_device(model))
 
 
 @dataclass(slots=True)
@@ -168,8 +166,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Replacement:
-    """The module that replaces the linear layer ``name`` of a block during its turn: ``build(layer,
-    tensors)``."""
+    """The module ``build(layer, tensors)`` in place of a block's layer ``name`` during its turn."""
 
     name: str
     layer: nn.Linear
@@ -282,8 +279,7 @@ class Stream:
     def _forward(
         self, index: int, block_forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Replace the forward of block ``index``: load and run it, or skip it if the current step
-        is about another block."""
+        """Replace the forward of block ``index``: load and run it, or skip it in another's step."""
         step = self._step
         if step is None:
             self._turn(index)

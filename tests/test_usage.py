@@ -81,9 +81,9 @@ def test_every_command_has_examples_that_can_be_given_as_they_stand(names, tmp_p
     command = cli.load(names[0])
     for name in names[1:]:
         command = command.commands[name]
-    _, found, examples = inspect.getdoc(command.callback).partition("Examples:\n```\n")
+    _, found, examples = inspect.getdoc(command.callback).partition("Examples:\n")
     assert found
-    for example in examples.partition("```")[0].strip().splitlines():
+    for example in examples.partition("\n\n")[0].splitlines():
         words = shlex.split(example.partition(">")[0])
         assert words[: len(names) + 1] == ["qbench", *names]
         command.make_context(" ".join(names), [*words[len(names) + 1 :]])

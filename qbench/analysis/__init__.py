@@ -1,2 +1,1 @@
-"""Measure why a model suffers from quantization: sinks, outliers, sparsity, in one pass over a
-text."""
+"""Measure why a model suffers from quantization: sinks, outliers, sparsity."""

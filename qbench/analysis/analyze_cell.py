@@ -1,5 +1,4 @@
-"""Analyze one cell: load, quantize, audit, then one pass over the text, or one pass per linear
-layer that is quantized alone."""
+"""Analyze one cell: load, quantize, audit, then one pass over the text, or one per layer."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ SAVE_EVERY = 20.0  # seconds between two records of an unfinished sensitivity
 
 def compute(work: AnalysisResult) -> None:
     """Analyze the cell of ``work`` and store the measurements there. If its folder
-    ``work.analyses`` holds sensitivities, quantize one layer at a time, else measure in one pass
-    over the text."""
+    ``work.analyses`` holds sensitivities, quantize one layer at a time, else measure at once."""
     (_sensitivity if work.analyses.kind is Sensitivity else _measure)(work)
 
 
@@ -67,10 +65,7 @@ def _sensitivity(work: AnalysisResult) -> None:
     changed = quantized(work, changed, tokenizer, cache_folder())
     rescaled = work.audit is not None and work.audit.rescaled > 0
     if rescaled and not settings.blocks:
-        raise UnavailableError(
-            f"{of.label}: its layers cannot be exchanged one at a time, since factors of their "
-            "columns were moved into the layer before (as by AWQ); add --blocks"
-        )
+        raise UnavailableError(f"{of.label} moved factors between layers, as AWQ; add --blocks")
     model = load_original(of, plan)
     linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts
     names = list(linears(model, of.quantization.ignore))
@@ -100,10 +95,7 @@ def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         model = load(work.cell, work.plan)
         work.cell = as_measured(work.cell, work.plan, model, [])
         if not hasattr(model, "forward"):
-            raise UnavailableError(
-                f"{work.cell.label} runs outside transformers, where activations cannot be "
-                "measured; leave it out with --only"
-            )
+            raise UnavailableError(f"{work.cell.label} runs outside transformers; leave it out")
         ids, work.contents["text"] = read_tokens(work.settings, tokenizer)
     return model, tokenizer, ids
 

@@ -37,12 +37,10 @@ def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[Cell, ...]:
 
 
 def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tuple[Cell, ...]:
-    """Return the cells of the recipe's quantizer ``label``, one per checkpoint, each with the key
-    of its sensitivity.
+    """Return the cells of the quantizer ``label``, one per checkpoint, with sensitivities' keys.
 
     Raises RecipeError if the recipe has no such quantizer, or if it quantizes no weights or
-    activations of linear layers, has a transform, which changes the whole model, or is a copy
-    without its original.
+    activations of linear layers, has a transform, or is a copy without its original.
     """
     cells = tuple(cell for cell in plan.cells if cell.label == label)
     if not cells:
@@ -58,8 +56,7 @@ def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tu
         )
     if precision.weights is None and precision.activations is None:
         raise RecipeError(
-            f"--sensitivity {label}: quantizes neither weights nor activations of linear layers; "
-            "name another quantizer of the recipe"
+            f"--sensitivity {label}: quantizes neither weights nor activations of linear layers"
         )
     if cells[0].quantization.transform is not None:
         raise RecipeError(
@@ -84,17 +81,13 @@ def _cells(chosen_cells: tuple[Cell, ...], key_parts: dict[str, Any]) -> tuple[C
 
 def choose_cells(plan: Plan, only: str | None) -> tuple[Cell, ...]:
     """Return the cells whose names match one of the globs in ``only``, which commas separate; None:
-    the unquantized ones. Raises RecipeError for a glob without a match, or without unquantized
-    cells."""
+    the unquantized ones. Raises RecipeError for a glob without a match, or without cells."""
     if only is not None:
         return plan.select(only)
     cells = tuple(cell for cell in plan.cells if not cell.quantization.precision.quantized)
     if not cells:
         names = ", ".join(cell.name for cell in plan.cells)
-        raise RecipeError(
-            "quantizers: none is unquantized (bf16, fp32); name the cells to analyze with --only: "
-            f"{names}"
-        )
+        raise RecipeError(f"quantizers: none is unquantized; name cells with --only: {names}")
     return cells
 
 
@@ -107,8 +100,7 @@ def analysis_manifest(plan: Plan, cells: Sequence[Cell]) -> AnalysisManifest:
 
 
 def put_sensitivity_manifest(out: Analyses[Sensitivity], cells: Sequence[Cell], name: str) -> None:
-    """Write the manifest of the recipe ``name``: ``cells``, after the other cells of earlier
-    commands."""
+    """Write the manifest of the recipe ``name``: ``cells``, after others of earlier commands."""
     fresh = [_place(cell) for cell in cells]
     before = out.manifest_before()
     earlier = before.cells if before else ()
@@ -156,8 +148,7 @@ def analyze_if_needed(
 ) -> Analysis | Sensitivity:
     """Return the record of ``cell``: a finished one that is stored, unless ``force``, else that of
     a new analysis; if it fails the record's ``status`` says so, and nothing is raised. If another
-    process is analyzing the cell, wait for its record. An unfinished sensitivity is continued,
-    unless ``force``."""
+    process is analyzing the cell, wait for its record. Unfinished sensitivities continue."""
     requested = datetime.now(UTC)
     with FileLock(analyses.path(cell.grid_cell, ".lock")):
         progress.begin(cell.name)

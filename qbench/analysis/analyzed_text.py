@@ -45,8 +45,7 @@ class AnalysisSettings:
         return max(1, BATCH_TOKENS[self.device] // self.length)
 
     def key_parts(self) -> dict[str, Any]:
-        """Return, for keys, what determines the analyzed tokens and how many texts are read at
-        once, by name."""
+        """Return, for keys, what determines the analyzed tokens and the batches, by name."""
         return {
             "text": self.source.digest,
             "field": self.source.field,
@@ -58,8 +57,7 @@ class AnalysisSettings:
 
 
 def text_file(path: Path, field: str) -> TextSource:
-    """Return the texts of a JSON Lines file, which is read now. Raises DataError if a line is
-    malformed or lacks ``field``."""
+    """Return the texts of a JSON Lines file, read now. Raises DataError for malformed lines."""
     rows, digest = read_rows(path)
     texts = [row.text(field, path) for row in rows]
     name = f"{path.name}, field {field}"
@@ -74,8 +72,7 @@ def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TextSour
     if task is None:
         without = f" ({', '.join(skipped)}: no data)" if skipped else ""
         raise RecipeError(
-            f"tasks: none of the recipe's scores whole texts (as wikitext does){without}, so there "
-            "is no text to analyze; name one with --text FILE.jsonl"
+            f"tasks: none scores whole texts (as wikitext does){without}; name one with --text FILE"
         )
 
     def texts() -> list[str]:

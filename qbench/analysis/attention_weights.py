@@ -126,8 +126,9 @@ def measures(weights: dict[str, Tensor], output: Tensor, *, stretch: int) -> dic
     ``attention_gu``, the means on the first keys; [B, H, S] for ``…_stretch``, means over each
     ``stretch`` of queries. ``output``: see :func:`output_ratios`."""
     queries = weights["columns"].shape[-1]
+    means = column_means(weights["columns"], queries)[..., :POSITIONS]
     result = {
-        "attention": _first(column_means(weights["columns"], queries)),
+        "attention": nn.functional.pad(means, (0, POSITIONS - means.shape[-1])),
         "attention_gu": column_means_gu(weights["columns_gu"], queries),
         "zeros": weights["zeros"],
         "silent": (weights["mass"] == 0).double().mean(-1),
@@ -140,12 +141,6 @@ def measures(weights: dict[str, Tensor], output: Tensor, *, stretch: int) -> dic
         parts = values.split(stretch, dim=-1)
         result[f"{name}_stretch"] = torch.stack([part.nanmean(-1) for part in parts], -1)
     return result
-
-
-def _first(columns: Tensor) -> Tensor:
-    """Return the columns of the first POSITIONS keys, padded with 0 if there are fewer."""
-    missing = max(0, POSITIONS - columns.shape[-1])
-    return torch.nn.functional.pad(columns[..., :POSITIONS], (0, missing))
 
 
 TOKENS = 48  # of each text

@@ -1,5 +1,4 @@
-"""Measure hidden states (kurtosis, extremes, massive activations, quantiles) and the size of linear
-layers' inputs."""
+"""Measure hidden states (kurtosis, extremes, massive activations, quantiles) and inputs' size."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     _, blocks = decoder_blocks(model)
     if len(blocks) != count:
         raise UnavailableError(
-            f"{type(model).__name__}: its {count} decoder layers cannot be found; analyze a model "
-            "that holds them in one list, such as LlamaForCausalLM"
+            f"{type(model).__name__}: its {count} decoder layers are in no single list, as Llama's"
         )
     return blocks
 
@@ -95,13 +93,11 @@ class States:
 
 
 def pooled_kurtosis(powers: Tensor, values: int) -> float:
-    """Return μ4 / σ⁴ of all values at once, not excess: 3 for a normal distribution; NaN if all are
-    equal.
+    """Return μ4 / σ⁴ of all values at once, 3 for a normal distribution; NaN if all are equal.
 
     ``powers`` [N, 4]: see :class:`States`, each row over ``values`` values. The softpick paper
     (section 6.3, table 4) collects "all hidden state vectors to evaluate them all at once": the
-    outputs of every decoder layer, before the final norm. It does not say whether 3 is subtracted;
-    its values are thousands.
+    outputs of every decoder layer, before the final norm. It does not say whether 3 is subtracted.
     """
     # Float64 is precise enough, since means of hidden states are small.
     first, second, third, fourth = (powers.sum(0) / (values * len(powers))).unbind(-1)
@@ -134,8 +130,7 @@ BINS = 1 << 16
 
 def counts(values: Tensor) -> Tensor:
     """Return how many of ``values`` begin with each pattern of 16 bits of a float32, int64 [BINS].
-    These are the values of bfloat16: first those with sign 0 from the lowest magnitude on, then the
-    negative ones."""
+    These are the values of bfloat16: those with sign 0 by magnitude, then the negative."""
     patterns = values.detach().float().contiguous().view(torch.int32) >> 16
     return torch.bincount((patterns & (BINS - 1)).flatten(), minlength=BINS)
 

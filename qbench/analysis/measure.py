@@ -73,8 +73,7 @@ def measure(
     batch: int,
     progress: Advance | None = None,
 ) -> Measured:
-    """Run ``model`` over texts ``ids`` [N, T] int64, ``batch`` at a time, and return what was
-    measured.
+    """Run ``model`` over texts ``ids`` [N, T] int64, ``batch`` at a time, and measure it.
 
     ``linears``: names of the linear layers whose inputs are measured, those of the unquantized
     model. Raises UnavailableError for a model that cannot be observed, EvaluationError if its loss
@@ -119,8 +118,7 @@ def _measured(
     loss = losses.mean().item()
     if not math.isfinite(loss):
         raise EvaluationError(
-            f"the loss on the text is {loss}, since the model gives NaN or infinite logits; look "
-            "at its weights, quantizer and dtype"
+            f"the loss on the text is {loss}; look at the model's weights, quantizer and dtype"
         )
     inside = seen.inputs.keys() - seen.left_out
     layers = {

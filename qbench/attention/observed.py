@@ -19,8 +19,7 @@ from qbench.errors import UnavailableError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """One call of a layer's attention: query [B, Hq, T, D], key [B, Hkv, T, D] as it is read, and
-    what turns them into weights.
+    """One call of a layer's attention: query [B, Hq, T, D], key [B, Hkv, T, D] and settings.
 
     ``mask``: bool [B or 1, 1, T, T], True = attend, used as it is; None: causal. ``scale``: factor
     of the scores, None: 1/√D. ``softcap`` c: scores x become c · tanh(x / c), see
@@ -50,8 +49,7 @@ def attention_observed(
     chosen = getattr(model.config, "qbench_normalizer", None)
     if chosen is None or not str(name).startswith(f"qbench-{chosen}-"):
         raise UnavailableError(
-            f"its attention is {name}, whose weights cannot be measured; analyze a model that "
-            "attends with one of qbench's normalizers"
+            f"its attention is {name}, whose weights cannot be measured; take one of qbench's"
         )
     function, normalizer = ALL_ATTENTION_FUNCTIONS[name], NORMALIZERS[chosen]
     caches = {getattr(module, KV_CACHE, None) for module in model.modules()} - {None}

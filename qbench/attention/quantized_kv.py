@@ -47,8 +47,7 @@ class QuantizedKVCache(ABC):
     @abstractmethod
     def rounded(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Return keys or values ``x`` [B, H, T, D] as they are read back. ``positions`` int32 [B or
-        1, T]: each token's index in its own sequence, negative for padding; None if there are no
-        ``sink_tokens``."""
+        1, T]: each token's index in its own sequence, negative for padding; or None."""
 
 
 def needs_sequences(model: nn.Module) -> bool:
@@ -119,8 +118,8 @@ def find_positions(
         return index
     if isinstance(mask, Tensor):
         raise UnavailableError(
-            "a KV cache with sink_tokens needs to know where each sequence begins, which a 4-D "
-            "mask does not show; pass attention_mask [B, T]"
+            "a KV cache with sink_tokens needs to know where each sequence begins, which "
+            "a 4-D mask does not show; pass attention_mask [B, T]"
         )
     if mask.padding is not None:
         bounds = token_bounds(mask.padding.bool())

@@ -41,8 +41,7 @@ def attention(
     window: int | None = None,
     seq_bounds: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of query [B, Hq, Tq, D] over key [B, Hkv, Tk, D] and value [B, Hkv, Tk,
-    Dv].
+    """Compute attention of query [B, Hq, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, Dv].
 
     ``parameters``: the normalizer's, by name. ``scale``: factor of the scores, 1/√D by default.
     ``softcap`` c: scores x become c · tanh(x / c) (Gemma 2), before ALiBi's slopes and the rest.
@@ -115,9 +114,7 @@ def check(
             "do not fit; [B, Hq, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv] do"
         )
     if heads % kv_heads:
-        raise ValueError(
-            f"query heads must be a multiple of key heads; they are {heads} and {kv_heads}"
-        )
+        raise ValueError(f"query heads must be a multiple of key heads, not {heads}, {kv_heads}")
     if mask is None:
         return
     if seq_bounds is not None:
@@ -127,8 +124,7 @@ def check(
     fits = mask.ndim == 4 and mask.shape[2:] == (queries, keys)
     if not (fits and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)):
         raise ValueError(
-            f"mask {tuple(mask.shape)} does not fit; "
-            f"[{batch} or 1, {heads} or 1, {queries}, {keys}] does"
+            f"mask {[*mask.shape]} does not fit [{batch} or 1, {heads} or 1, {queries}, {keys}]"
         )
 
 

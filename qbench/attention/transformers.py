@@ -2,19 +2,9 @@
 
 ``qbench-<normalizer>-<implementation>`` are the names that ``attn_implementation=`` takes, e.g.
 ``qbench-softpick-reference``. Importing this module makes those of all normalizers known to
-transformers; :func:`attention_name` those of normalizers that were registered later. What a model
-under these names understands:
-
-- no mask: causal, the last query aligned with the last key (also chunked prefill and decode);
-- ``attention_mask`` [B, T] of 0/1: padding on either side, or holes, also with a KV cache;
-- packed ``position_ids`` [B, T] (0 1 2 0 1 …) without mask and cache: no sequence sees another;
-- ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 [S + 1]), ``max_length_q``, ``max_length_k``, batch
-  1, no mask and no cache: the same, and the cheapest way for many sequences; pass
-  ``position_ids`` too, since the rotary embedding needs them;
-- a custom bool mask [B or 1, Hq or 1, Tq, Tk], True = attend, used as it is (no causality added).
-
-Additive masks are refused: their finite minimum would count in softpick's denominator. The
-normalizer's parameters are taken from the attention module, or from what transformers hands over.
+transformers; :func:`attention_name` those of normalizers that were registered later.
+docs/attention.md lists the masks, positions and lengths that a model under these names
+understands; without any it is causal, the last query aligned with the last key.
 
 A mask is made once per forward pass, and none for plain causality, so that the causal kernels
 run. Under torch.compile the values of padding masks and positions are not known when this is
@@ -25,11 +15,12 @@ So for our kernels ``varlen.sequence_bounds`` computes the sequences when the co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -125,9 +116,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
     ) -> tuple[Tensor, None]:
         parameters = parameters_of(chosen, module, options)
         if dropout:
-            raise UnavailableError(
-                f"{normalizer} attention has no dropout; set the model's attention_dropout to 0"
-            )
+            raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if isinstance(attention_mask, Mask) and attention_mask.cache_length is not None:
             key, value = (each[:, :, : attention_mask.cache_length] for each in (key, value))
@@ -165,8 +154,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
             if mask.dtype != torch.bool:
                 raise UnavailableError(
-                    f"{normalizer} attention takes bool masks, True = attend, not "
-                    f"{mask.dtype}; of an additive mask pass mask > -1"
+                    f"{normalizer} attention takes bool masks, not {mask.dtype}: pass mask > -1"
                 )
             settings = {"mask": mask, "causal": False}
         output = function(query, key, value, **shared, **settings)
@@ -200,16 +188,11 @@ def parameters_of(
 _positions = SimpleNamespace(counted=False)
 
 
-@contextmanager
-def positions_counted() -> Iterator[None]:
+def positions_counted() -> AbstractContextManager:
     """Promise, within the body, that a model without position ids reads whole sequences, none
     packed. Then the graph of torch.compile does not look for packed ones, which waits for the GPU.
     """
-    before, _positions.counted = _positions.counted, True
-    try:
-        yield
-    finally:
-        _positions.counted = before
+    return patch.object(_positions, "counted", True)
 
 
 @dataclass(frozen=True, slots=True)

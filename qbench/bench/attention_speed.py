@@ -56,8 +56,7 @@ class Shape:
         return f"B{self.batch} T{self.length} H{heads} D{self.head_dim}"
 
     def tensors(self) -> list[Tensor]:
-        """Return random query [B, H, T, D], key and value [B, KV heads, T, D]: bf16, with
-        gradients."""
+        """Return random query [B, H, T, D], key and value [B, KV heads, T, D]: bf16, grad on."""
         return [
             random_tensor(self.batch, self.length, heads, self.head_dim).requires_grad_()
             for heads in (self.heads, self.kv_heads, self.kv_heads)
@@ -71,16 +70,14 @@ class Shape:
         return settings | VARIANTS[variant]
 
     def flop(self, variant: str) -> float:
-        """Return the FLOP of a forward pass; ``variant``, a key of VARIANTS, matters if it is
-        "window"."""
+        """Return the FLOP of a forward pass of ``variant``, a key of VARIANTS."""
         seen = min(WINDOW, self.length) if variant == "window" else self.length
         pairs = seen * (seen + 1) / 2 + (self.length - seen) * seen
         return 4 * self.batch * self.heads * self.head_dim * pairs
 
 
 def random_tensor(batch: int, length: int, heads: int, head_dim: int) -> Tensor:
-    """Return a random bf16 tensor [B, H, T, D] on the GPU with the memory layout [B, T, H, D] of
-    models."""
+    """Return a random bf16 tensor [B, H, T, D] on the GPU, laid out as [B, T, H, D]."""
     shape = (batch, length, heads, head_dim)
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
@@ -134,8 +131,7 @@ def require_close(what: str, actual: Tensor, truth: Tensor) -> None:
     error = float((actual.double() - truth).norm() / truth.norm().clamp(min=1e-30))
     if not error <= LIMIT:
         raise EvaluationError(
-            f"bench attention: {what} is wrong: relative error {error:.1e}, allowed {LIMIT:.0e}; "
-            "report it"
+            f"bench attention: {what} is wrong: relative error {error:.1e}, allowed {LIMIT:.0e}"
         )
 
 
@@ -165,8 +161,7 @@ def bench_attention(
     """
     if not torch.cuda.is_available():
         raise UnavailableError(
-            "bench attention: the kernels need a CUDA GPU, and none is here; run it on a machine "
-            "that has one"
+            "bench attention: the kernels need a CUDA GPU, and none is here; run it on one"
         )
     for name in only:
         require(name)

@@ -46,8 +46,7 @@ WARM_UP = 2  # full batches of each task that every mode scores before the clock
 
 
 def bench_evaluation(planned: Plan, *, log: Callable[[str], None]) -> dict[str, Any]:
-    """Return :func:`compare` of the plan's first cell and its tasks, with the softmax in float32 in
-    every mode."""
+    """Return :func:`compare` of the plan's first cell and its tasks, with a float32 softmax."""
     cell, evaluation = planned.cells[0], planned.recipe.evaluation
     if planned.device == "cuda":
         sys.setswitchinterval(SWITCH_SECONDS)  # as in a cell's process
@@ -190,8 +189,7 @@ def _timed_by_lm_eval(
 
 def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) -> list[Timed]:
     """Score ``tasks`` as a cell does, on the clock: the next task is prepared and the one before
-    judged while one is scored. A task's seconds end with its scores, the last one's with its
-    metrics."""
+    judged while one is scored. A task's seconds end with its scores, the last's with metrics."""
     clocked = Clocked(scorer)
     synchronize(scorer.hflm.device.type)
     marks, inside, results = [time.perf_counter()], [0.0], []

@@ -1,5 +1,4 @@
-"""Time generated answers by batched greedy decoding and by lm-eval's HFLM, and reading them again,
-with random weights."""
+"""Time generating answers by greedy decoding and by HFLM, and reading them, by random weights."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ def bench_generation(
         wide = _scorer(model.float(), scorer.hflm.tokenizer, length + tokens, batch_size)
         if wide.generate_until(few) != wide.hflm.generate_until(few, disable_tqdm=True):
             raise EvaluationError(
-                f"bench generation: {normalizer}: answers generated in float32 differ from those "
-                "of lm-eval's HFLM; report it"
+                f"bench generation: {normalizer}: float32 answers differ from HFLM's; report it"
             )
 
     measured = []
@@ -181,8 +179,7 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def _requests(count: int, length: int, tokens: int, vocabulary: int) -> list[Any]:
-    """Return ``count`` requests with prompts of ``length`` words and at most ``tokens`` new
-    tokens."""
+    """Return ``count`` requests with prompts of ``length`` words and ``tokens`` new tokens."""
     draw = random.Random(0)
     return [
         Instance(

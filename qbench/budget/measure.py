@@ -1,5 +1,4 @@
-"""Measure the KL divergence, on calibration text, of a model with one layer quantized at a time,
-and of whole quantized models."""
+"""Measure the KL divergence on calibration text with one layer, or all, quantized."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class Search:
         as_measured(self.base, plan, model, [])
         if stream_of(model) is not None or is_sharded(model):
             raise UnavailableError(
-                f"{self.base.checkpoint_name}: a budget needs the full model on one device; set "
-                "evaluation.stream: false on a larger GPU"
+                "a budget needs the full model on one device; set evaluation.stream: false"
             )
         linear.linearize(model)
         text = calibration_of(replace(self.base, calibration=source), self.tokenizer)
@@ -201,8 +199,7 @@ def bits_of(tensors: Iterable[Tensor]) -> float:
 
 
 def _other_last_bits(layer: nn.Linear) -> nn.Linear:
-    """Return ``layer`` with its weights moved by about half a unit in their last place, up or down
-    at random, then rounded."""
+    """Return ``layer`` with its weights moved by half a unit in their last place at random."""
     weight = layer.weight.detach()
     random = torch.Generator(weight.device).manual_seed(0)  # a processor would take minutes at 7 B
     signs = torch.randint(0, 2, weight.shape, generator=random, device=weight.device) - 0.5

@@ -102,8 +102,7 @@ def search(
 
 def certificate(answer: Effect | Missing, mix: Record, other: Record) -> dict[str, Any]:
     """Return the test of a mix's KL divergence against another column's on a run's documents as
-    plain JSON, with a sentence, ``text``, that says which of them to take; without numbers if
-    ``answer`` is Missing."""
+    plain JSON, with a sentence, ``text``, that says which to take; or the sentence alone."""
     parts, texts = dict[str, Any](), []
     for what, record in {"mix": mix, "other": other}.items():
         bits, size = bits_per_weight(record), gib(record)

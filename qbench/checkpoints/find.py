@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
-import importlib.util
 import json
 import math
 import re
@@ -29,6 +28,7 @@ from qbench.checkpoints import fla
 from qbench.checkpoints.from_gguf import dequantized_folder
 from qbench.errors import CheckpointError, DamagedError, RecipeError, UnavailableError, shown, some
 from qbench.files import cache_folder, digest_of_parts, file_digest, kept_digest, reason
+from qbench.machine import package_source
 from qbench.records import TRAINING_FILE, Trained, read_training
 
 CLASS_NORMALIZERS = ("softmax", "softmax-sink")  # that classes of transformers compute themselves
@@ -66,10 +66,7 @@ def tried_classes() -> tuple[TriedClass, ...]:
 def class_names() -> dict[str, str]:
     """Return ``model_type`` → class name of all causal language models of transformers, read from
     its source: importing it would import torch."""
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None, "transformers is a dependency"
-    file = Path(str(spec.origin)).parent / "models" / "auto" / "modeling_auto.py"
-    text = file.read_text(encoding="utf-8")
+    text = package_source("transformers", "models/auto/modeling_auto.py")
     start = text.index("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
     table = text[start : text.index("\n)\n", start)]
     ours = {"gated-llama": "GatedLlamaForCausalLM"}  # checkpoints/gated.py
@@ -132,10 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         value = json.loads(content)
     except OSError as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read ({reason(error)}); correct its permissions, or fetch it "
-            "again"
-        ) from None
+        raise CheckpointError(f"{path.name} cannot be read ({reason(error)}); correct it") from None
     except (ValueError, RecursionError) as error:
         why = f"is not JSON ({error}); fetch it again"
         why = LFS_REMEDY if content.startswith(LFS_POINTER) else why
@@ -163,8 +157,7 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     if quantization and not quantized:
         raise CheckpointError(
             "it is quantized already (quantization_config); name the unquantized checkpoint here, "
-            "and this one with --quantized LABEL=PATH or in quantizers: [{name: checkpoint, path: "
-            "…}]; or score it alone with --quantized or quantizers: [checkpoint]"
+            "and this one with --quantized LABEL=PATH, which alone scores it by itself"
         )
     if "transformers_weights" in config:
         raise CheckpointError(
@@ -173,8 +166,7 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
         )
     if config.get("is_encoder_decoder"):
         raise CheckpointError(
-            "config.json: is_encoder_decoder: true: only causal language models are scored; leave "
-            "this checkpoint out"
+            "config.json: is_encoder_decoder: true: only causal language models are scored"
         )
     return config
 
@@ -223,8 +215,7 @@ def weight_files(folder: Path) -> list[str]:
     alone, missing files, a malformed index, and a ``model.safetensors`` that the index omits."""
     if (folder / ADAPTER).exists():
         raise CheckpointError(
-            f"{ADAPTER}: the folder holds an adapter; merge it into its base model first, as by "
-            "PEFT's merge_and_unload"
+            f"{ADAPTER}: an adapter; merge it into its base model, as by PEFT's merge_and_unload"
         )
     if not (folder / INDEX).exists():
         if (folder / SINGLE).is_file():
@@ -252,13 +243,9 @@ def weight_files(folder: Path) -> list[str]:
         isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
         for name in files.values()
     ):
-        raise CheckpointError(
-            f"{INDEX} has no weight_map from tensor names to *.safetensors files; fetch it again"
-        )
+        raise CheckpointError(f"{INDEX} has no weight_map to *.safetensors files; fetch it again")
     if not isinstance(index.get("metadata"), dict):
-        raise CheckpointError(
-            f'{INDEX} has no metadata, which transformers needs; add "metadata": {{}}'
-        )
+        raise CheckpointError(f'{INDEX} has no metadata for transformers; add "metadata": {{}}')
     listed = sorted(set(files.values()))
     if missing := [name for name in listed if not (folder / name).is_file()]:
         raise CheckpointError(f"{INDEX} lists files that are missing: {some(missing)}; fetch them")
@@ -294,9 +281,8 @@ def read_headers(
     if others and not quantized:
         first = headers[others[0]]
         raise CheckpointError(
-            f"{some(others)}: the first is of type {first.dtype}, in {first.file}; weights must be "
-            f"unquantized floating-point numbers ({', '.join(sorted(FLOATS))}): name an "
-            "unquantized copy"
+            f"{some(others)}: the first is of type {first.dtype}, in {first.file}; name an "
+            f"unquantized copy, of floating-point numbers ({', '.join(sorted(FLOATS))})"
         )
     return headers
 
@@ -325,8 +311,7 @@ def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], 
         stats = [(name, (folder / name).stat()) for name in (*weights, CONFIG, *sorted(names))]
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename} cannot be read ({error.strerror}); fetch the checkpoint again, or "
-            "correct the permissions of its folder"
+            f"{error.filename} cannot be read ({error.strerror}); fetch the checkpoint again"
         ) from None
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
@@ -359,10 +344,7 @@ def digests(folder: Path, names: list[str], weights: list[str]) -> tuple[str, di
             large = path.stat().st_size > LARGE
             content = kept_digest(path, digest_of_parts if large else file_digest)
         except OSError as error:
-            raise CheckpointError(
-                f"{name} cannot be read ({error.strerror}); correct its permissions, or fetch it "
-                "again"
-            ) from None
+            raise CheckpointError(f"{name} cannot be read ({error.strerror}); correct it") from None
         part = "config" if name in (CONFIG, "generation_config.json", INDEX) else "tokenizer"
         for hashed in (total, parts["weights" if name in weights else part]):
             hashed.update(f"{name} {content}\n".encode())
@@ -471,17 +453,15 @@ def find(
         if kind not in class_names():
             raise CheckpointError(
                 f"config.json: model_type {kind!r} is not a causal language model of the installed "
-                "transformers (code in the checkpoint, auto_map, is never run); update "
-                "transformers, or leave this checkpoint out"
+                "transformers (auto_map, code in the checkpoint, is never run); update transformers"
             )
         # Whether each attention module has its parameter is checked when the model is loaded
         attributes = {name.rpartition(".")[2] for name in headers}
         for parameter in parameters_of(trained_with):
             if parameter.required and parameter.attribute not in attributes:
                 raise CheckpointError(
-                    f"missing: {parameter.attribute} of every attention module, which "
-                    f"{trained_with} needs; correct normalizer in the recipe, or "
-                    "qbench_normalizer in config.json"
+                    f"missing: {parameter.attribute} of every attention module, as {trained_with} "
+                    "needs; correct normalizer in the recipe, or qbench_normalizer in config.json"
                 )
         files = files_read(folder, weights)
         total, parts = digests(folder, [name for name, *_ in files], weights)
@@ -549,9 +529,8 @@ def _normalizer(config: dict[str, Any], by_recipe: str | None, headers: Iterable
             )
     elif fla.recognizes(config) and by_config is None and by_recipe not in ("softmax", NATIVE):
         raise CheckpointError(
-            "config.json has no attn_impl, so its normalizer is unknown; if it was trained "
-            "with softmax, put normalizer: softmax into the recipe; else write "
-            "qbench_normalizer into its config.json"
+            "config.json has no attn_impl; put normalizer: softmax into the recipe if it was "
+            "trained so; else write qbench_normalizer into its config.json"
         )
     sinks = any(name.endswith(".self_attn.sinks") for name in headers)  # gpt-oss's, Granite SWA's
     by_class = "softmax-sink" if sinks else "softmax"
@@ -602,8 +581,7 @@ def linear_shapes(checkpoint: Checkpoint) -> Shapes:
 
 
 def end_shapes(checkpoint: Checkpoint) -> Shapes:
-    """Return (outputs, inputs) of LM head and embeddings by name; if they share one matrix, it is
-    listed once, as ``lm_head``."""
+    """Return (outputs, inputs) of LM head and embeddings by name, a shared one as ``lm_head``."""
     shapes = {
         name: tuple(header.shape)
         for name, header in ((n.removesuffix(".weight"), h) for n, h in

@@ -108,8 +108,7 @@ def measured_attention(
     why: str = "it is not a causal language model and gives no probability of a text; leave it out",
 ) -> ChosenAttention:
     """Set the checkpoint's attention, or with ``fallback`` the class's own if the logits differ;
-    return the one that was set. ``why``: text for the error if later tokens change earlier logits.
-    Raises as ``load_model``."""
+    return the one that was set. ``why``: the error's text if later tokens change earlier logits."""
     try_eager(model)
     logits = probe_logits(model)
     require_causal(model, logits, why)
@@ -124,17 +123,13 @@ def measured_attention(
             reason = str(error).removesuffix(KEEP_OWN)
             if not fallback or normalizer not in CLASS_NORMALIZERS:
                 raise UnavailableError(f"{reason}{KEEP_OWN}") from error
-    for implementation in ("sdpa", "eager"):
-        try:
-            set_ours_or_native(model, NATIVE, implementation)
-        except UnavailableError:
-            if implementation == "eager":
-                raise
-            continue
-        if implementation == "eager" or difference(
-            probe_logits(model), logits
-        ) <= rounding_tolerance(model):
-            break  # sdpa of some classes drops what eager has, as Gemma 2's soft cap
+    implementation, same = "sdpa", False
+    with suppress(UnavailableError):
+        set_ours_or_native(model, NATIVE, implementation)
+        same = difference(probe_logits(model), logits) <= rounding_tolerance(model)
+    if not same:  # sdpa of some classes drops what eager has, as Gemma 2's soft cap
+        implementation = "eager"
+        set_ours_or_native(model, NATIVE, implementation)
     return ChosenAttention(normalizer=NATIVE, implementation=implementation, why=reason)
 
 
@@ -237,8 +232,7 @@ def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
         return GenerationConfig.from_pretrained(checkpoint.folder)
     except Exception as error:  # odd values may raise anything in transformers
         raise CheckpointError(
-            f"generation_config.json: transformers cannot read it: {first_line(error)}; correct or "
-            "remove it"
+            f"generation_config.json: transformers cannot read it: {first_line(error)}; remove it"
         ) from error
 
 
@@ -254,9 +248,7 @@ def attach(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
         except AttributeError:
             raise CheckpointError(f"left over: {name}; the model has no {path}{FIT}") from None
         if list(tensor.shape) != [heads]:
-            raise CheckpointError(
-                f"misshapen: {name} {list(tensor.shape)} instead of {[heads]}{FIT}"
-            )
+            raise CheckpointError(f"misshapen: {name} {[*tensor.shape]} instead of {[heads]}{FIT}")
         value = nn.Parameter(tensor.to(model.dtype), requires_grad=False)
         module.register_parameter(attribute, value)
     for attribute in {name.rpartition(".")[2] for name in tensors}:
@@ -332,8 +324,7 @@ def _read_quantized(
     checkpoint: Checkpoint, dtype: torch.dtype, device: str, dequantize: bool, by_gptqmodel: bool
 ) -> PreTrainedModel:
     """Return the quantized model as transformers loads it, or GPTQModel. Raises CheckpointError for
-    tensors that are missing or of another shape, UnavailableError for experts that transformers
-    reads from no such file."""
+    tensors that are missing or of another shape, UnavailableError for experts in such files."""
     quantization = checkpoint.config["quantization_config"]
     method, folder = quantization["quant_method"], checkpoint.folder
     if by_gptqmodel:

@@ -28,8 +28,7 @@ TEXTS = (
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint's folder. No remote code runs. Raises CheckpointError if
-    transformers cannot load it."""
+    """Return the tokenizer of a checkpoint's folder. Raises CheckpointError if it does not load."""
     try:
         ours = fla.recognizes(checkpoint.config)
         if ours and (checkpoint.folder / "tokenizer.json").is_file():
@@ -58,9 +57,7 @@ def tokenizer_difference(checkpoint: Checkpoint, other: Checkpoint) -> str | Non
         if words != others:
             return f"has other words or merges than {other.source}'s"
     for text in TEXTS:
-        ids, others = (
-            each(text, add_special_tokens=False)["input_ids"] for each in (first, second)
-        )
+        ids, others = (t(text, add_special_tokens=False)["input_ids"] for t in (first, second))
         if ids != others:
             return f"makes {ids[:8]} of {text!r:.40}, and {other.source}'s {others[:8]}"
     return None

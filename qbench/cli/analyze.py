@@ -58,10 +58,8 @@ def analyze(
     cells are reused. Exit code 1 if a cell failed, 2 for input that cannot work.
 
     Examples:
-    ```
     qbench analyze recipes/demo.yaml
     qbench analyze recipes/gptq.yaml --only "*" --sensitivity gptq-4bit
-    ```
 
     Options:
     text: JSON Lines file to read. Default: the documents of the recipe's first task that scores
@@ -83,9 +81,7 @@ def analyze(
     if field is not None and text is None:
         raise RecipeError("--field: needs --text FILE.jsonl")
     if text is not None and not text.is_file():
-        raise RecipeError(
-            f"--text {text}: no such file; name a JSON Lines file with a field {field or FIELD}"
-        )
+        raise RecipeError(f"--text {text}: no such file; name a JSON Lines file")
     if blocks and sensitivity is None:
         raise RecipeError("--blocks: needs --sensitivity QUANTIZER")
     if text is not None:  # no task is read, and this one needs no data

@@ -21,9 +21,8 @@ from qbench.plan import plan, select
 from qbench.recipe import Overrides, save
 from qbench.store import Store
 
-Shape = Annotated[
-    Literal["135m", "340m", "7b", "tiny"], typer.Option(help="Size of the random model.")
-]
+SHAPES = Literal["135m", "340m", "7b", "tiny"]
+Shape = Annotated[SHAPES, typer.Option(help="Size of the random model.")]
 NOWHERE = Path(os.devnull)  # for libraries' notes; errors are raised
 
 bench = CommandGroup("Measure speeds, in one run on one machine, after checking results.")
@@ -51,9 +50,7 @@ def attention(
     """Check the kernels, and time them beside cuDNN, FlashAttention 2 and FlexAttention (GPU).
 
     Examples:
-    ```
     qbench bench attention --quick
-    ```
 
     Options:
     quick: One shape, few repeats.
@@ -78,9 +75,7 @@ def generation(
     """Time generated answers, and reading them, beside lm-eval's HFLM, with random weights.
 
     Examples:
-    ```
     qbench bench generation
-    ```
 
     Options:
     prompts: Prompts to answer.
@@ -114,9 +109,7 @@ def evaluation(
     --checkpoint names another checkpoint.
 
     Examples:
-    ```
     qbench bench evaluation recipes/demo.yaml --limit 50
-    ```
     """
     bench = load("bench.evaluation_speed")
     launcher = load_launcher(recipe, overrides, out=None, device=device)
@@ -138,9 +131,7 @@ def command(
     """Time complete commands beside lm-eval's for one model, from the command to its table.
 
     Examples:
-    ```
     qbench bench command recipes/demo.yaml --cell 'softmax/fp32' --cell 'softmax/rtn-4bit'
-    ```
 
     Options:
     cell: Repeatable: cells to run by name or pattern, one command each. Default: all in one.
@@ -166,9 +157,7 @@ def cells(
     """Time transformers' generate with the models of finished cells that this machine ran.
 
     Examples:
-    ```
     qbench bench cells results/methods --only 'smollm2/*'
-    ```
     """
     bench, store = load("bench.cells"), Store(folder)
     good = {record.cell: record for record in store.records() if record.status == "ok"}

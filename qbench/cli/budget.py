@@ -55,10 +55,8 @@ def budget(
     for input that cannot work.
 
     Examples:
-    ```
     qbench budget --checkpoint m=DIR --bits 3.5 --tasks piqa,wikitext --data DIR --out results/mix
     qbench budget --checkpoint m=DIR --gib 4 --methods gptq,hqq --tasks piqa --out results/mix
-    ```
 
     Options:
     bits: Budgets in bits per weight, as tables count them: scales and zeros too, embeddings and LM
@@ -102,9 +100,7 @@ def budget(
         )
     source = find_calibration(launcher.recipe, needed=True)
     if source is None:
-        raise RecipeError(
-            "calibration is missing: costs are measured on its text; add --calibration FILE"
-        )
+        raise RecipeError("calibration is missing: it measures costs; add --calibration FILE")
     if source.samples <= texts:
         raise RecipeError(
             f"--texts {texts}: must be fewer than the {source.samples} windows of the calibration "

@@ -34,10 +34,8 @@ def list_command(
     that come with qbench.
 
     Examples:
-    ```
     qbench list quantizers
     qbench list models
-    ```
 
     Options:
     what: quantizers, formats, normalizers, models, tasks or recipes.

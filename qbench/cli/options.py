@@ -43,9 +43,9 @@ def _output(metavar: str, help: str = "") -> Any:
 class CommandGroup(typer.Typer):
     """A group of commands, or the holder of a single one.
 
-    The last section of a command's docstring, ``Options:``, has a line per parameter: its help.
-    Lines that go on are indented. A parameter ``overrides`` becomes the options that replace
-    parts of a recipe, all of them or those that its annotation names, and for --plugin.
+    The last sections of a command's docstring are ``Examples:`` and ``Options:``, a line per
+    parameter: its help. Lines that go on are indented. A parameter ``overrides`` becomes the
+    options that replace parts of a recipe, all or those that its annotation names, and --plugin.
     """
 
     def __init__(self, help: str = "") -> None:
@@ -59,6 +59,7 @@ class CommandGroup(typer.Typer):
         """Add a command to the group as ``name``, by default the function's, and return it. Flags
         that default to False get no ``--no-``."""
         about, _, section = (inspect.getdoc(command) or "").partition("\n\nOptions:\n")
+        about = re.sub(r"(?<=\nExamples:\n)(.+)", r"```\n\1\n```", about, flags=re.DOTALL)
         entries = (line.partition(": ") for line in re.sub(r"\n +", " ", section).splitlines())
         help = {parameter: text for parameter, _, text in entries}
         parameters: list[inspect.Parameter] = []
@@ -154,14 +155,6 @@ PluginOption = Annotated[
         is_eager=True,
         metavar="FILE",
         help="Python file that registers quantizers or normalizers of your own; may be repeated.",
-    ),
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Run cells on a Dask cluster: the tcp:// address of its scheduler, or a scheduler "
-        "file.",
     ),
 ]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on.")]

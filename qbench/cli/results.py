@@ -30,9 +30,7 @@ def tables(
     tables.md has every score with its interval, in the paper's layout; tables.csv all numbers.
 
     Examples:
-    ```
     qbench tables results/demo
-    ```
 
     Options:
     format: md: print the summary, write tables.md and tables.csv. csv: print and write tables.csv,
@@ -73,10 +71,8 @@ def check(
     is 7.2 points on 200 documents and 1.8 on 2,400.
 
     Examples:
-    ```
     qbench check results/gate --baseline baseline.tar.xz
     qbench check results/gate --baseline baseline.tar.xz --margin acc=1 --junit gate.xml
-    ```
 
     Options:
     baseline: What `qbench baseline` wrote, or a results folder.
@@ -112,9 +108,7 @@ def baseline(folder: Folder, out: NewFile, replace: bool = False) -> None:
     """Make the baseline that `qbench check` compares later results with.
 
     Examples:
-    ```
     qbench baseline results/gate --out baseline.tar.xz
-    ```
 
     Options:
     out: The file to write.

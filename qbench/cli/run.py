@@ -18,7 +18,7 @@ import typer
 
 from qbench.checkpoints.find import elements
 from qbench.cli.app import complain, show_tables
-from qbench.cli.options import ClusterOption, DeviceOption, NewFile, Only, Out, RecipeOrOptions
+from qbench.cli.options import DeviceOption, NewFile, Only, Out, RecipeOrOptions
 from qbench.errors import RecipeError, UnavailableError, some
 from qbench.evaluation.settings import hidden_size
 from qbench.evaluation.tasks import TaskSpec
@@ -99,9 +99,7 @@ def launch(
     }  # fmt: skip
     first, *others = [name for name, value in places.items() if value is not None] or [""]
     if others and first != "--gpus":
-        raise RecipeError(
-            f"{first} and {others[0]} exclude each other: both say where cells run; leave one out"
-        )
+        raise RecipeError(f"{first} and {others[0]} exclude each other; leave one out")
     slots = []
     if cluster is None and device_map is None:
         slots = gpu_slots(gpus, workers, launcher.device, at_most=cells)
@@ -139,7 +137,7 @@ def run(
     force: bool = False,
     gpus: Annotated[str | None, typer.Option(metavar="all|N")] = None,
     workers: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
-    cluster: ClusterOption = None,
+    cluster: Annotated[str | None, typer.Option(metavar="ADDRESS")] = None,
     save_recipe: NewFile = None,
 ) -> None:
     """Quantize, audit and score every cell of a recipe, or of options alone; write records and
@@ -149,17 +147,16 @@ def run(
     tried again next time), 2 for input that cannot work, such as a broken checkpoint.
 
     Examples:
-    ```
     qbench run recipes/demo.yaml
     qbench run recipes/gptq.yaml --only "softpick/*" --gpus all
     qbench run --checkpoint mine=DIR --quantizers bf16,hqq-4bit --tasks piqa,arc_easy
-    ```
 
     Options:
     force: Run cells again that have a finished record.
     gpus: GPUs of this host to use. Default: one.
     workers: Cells side by side on each GPU, one process each: one is quantized while others are
         scored. Default: 3 on a GPU, 4 if its memory and the host's cores suffice; 1 on a CPU.
+    cluster: Run cells on a Dask cluster: the tcp:// address of its scheduler, or a scheduler file.
     save_recipe: Write this run as a recipe, with absolute paths.
     """
     launcher = load_launcher(recipe, overrides, out=out, device=device, cluster=cluster)
@@ -179,13 +176,11 @@ def run(
     typer.echo(f"All of it: qbench view {launcher.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
-        cells_failed = some([record.cell for record in broken])
+        names = some([record.cell for record in broken])
         what = "failed" if any(record.status == "failed" for record in broken) else "lack a task"
         log = store.path(broken[0], ".log")
         where = f"; log of the first: {log}" if log.is_file() else ""
-        complain(
-            f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{where}"
-        )
+        complain(f"{len(broken)} of {len(records)} cells {what}, as said above: {names}{where}")
         raise typer.Exit(2 if any(record.bad_input for record in broken) else 1)
 
 
@@ -238,10 +233,8 @@ def plan(
     Exit code 2 if a cell can never run.
 
     Examples:
-    ```
     qbench plan recipes/demo.yaml
     qbench plan recipes/gptq.yaml --data DIR --device cpu
-    ```
     """
     launcher = load_launcher(recipe, overrides, out=out, device=device)
     planned = plan_recipe(launcher.recipe, device=launcher.device, only=only, show=True)
@@ -297,9 +290,8 @@ def how(planned: Plan, cells: Sequence[Cell]) -> str:
 def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
     """Return a line for each setting that is chosen for some models only, for a dtype that is slow
     here, and for a run without an unquantized cell."""
-    lines = group_by_reason(
-        dict.fromkeys((c.checkpoint_name, note) for c in cells for note in c.notes)
-    )
+    pairs = dict.fromkeys((cell.checkpoint_name, note) for cell in cells for note in cell.notes)
+    lines = group_by_reason(pairs)
     dtypes = {cell.quantization.compute_dtype for cell in cells}
     if planned.device == "cpu" and "bfloat16" in dtypes and not fast_bf16():
         lines.append(
@@ -308,9 +300,7 @@ def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
         )
     quantized = all(cell.quantization.precision.quantized for cell in planned.cells)
     if quantized and not planned.recipe.without_baseline:
-        lines.append(
-            "no damage is measured: add an unquantized precision to quantizers, such as bf16"
-        )
+        lines.append("no damage is measured: add an unquantized precision, such as bf16")
     return lines
 
 

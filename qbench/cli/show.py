@@ -29,9 +29,7 @@ def explain(
     """Print which parts of their keys make two cells different.
 
     Examples:
-    ```
     qbench explain results/a/softpick/gptq-4bit results/b/softpick/gptq-4bit
-    ```
 
     Options:
     a: DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.
@@ -46,9 +44,7 @@ def show(cell: Annotated[str, typer.Argument(metavar="CELL")]) -> None:
     Documents, layers and tokens are in `qbench view`; `qbench tables` shows a whole folder.
 
     Examples:
-    ```
     qbench show results/demo/softpick/gptq-4bit
-    ```
 
     Options:
     cell: DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.
@@ -76,11 +72,9 @@ def export(
     Failed and missing cells are left out, and named on standard error; an archive has all.
 
     Examples:
-    ```
     qbench export results/demo --to lm-eval
     qbench export results/demo --to archive
     qbench export results/demo/softmax/gptq-4bit --model DIR
-    ```
 
     Options:
     folder: A results folder; with --model one cell, FOLDER/CHECKPOINT/NAME.
@@ -96,9 +90,7 @@ def export(
         require_folder(model, "--model")
         store, record = find_cell(str(folder))
         if record.status != "ok":
-            raise ResultsError(
-                f"{record.cell}: this cell failed, so there is no model to export; run it again"
-            )
+            raise ResultsError(f"{record.cell}: this cell failed; run it again")
         with redirected(Path(os.devnull)):
             module = importlib.import_module("qbench.export_model")
             line = module.export_model(store, record, model, cache_folder(), weights)
@@ -125,8 +117,7 @@ LEFT_OUT: dict[str, Any] = {  # parts of a record that `qbench view` shows, or t
 
 
 def cell_text(record: Record) -> str:
-    """Return the fields of a record as YAML, floats with four digits, and its scores, stages and
-    damage as tables below."""
+    """Return a record's fields as YAML, with four digits, and scores, stages, damage as tables."""
     fields = record.model_dump(
         mode="json", exclude_none=True, exclude_defaults=True, exclude=LEFT_OUT
     )

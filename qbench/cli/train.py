@@ -37,9 +37,7 @@ def tokenize(
     One document in fifty is held out for measuring, up to 200,000 tokens.
 
     Examples:
-    ```
     qbench tokenize text.jsonl --out tokens --vocabulary 4096
-    ```
 
     Options:
     sources: Text to train on: *.txt (documents separated by a zero byte), *.jsonl or *.parquet with
@@ -56,9 +54,7 @@ def tokenize(
         files in this folder, such as those of --data.
     """
     if (tokenizer is None) == (vocabulary is None):
-        raise RecipeError(
-            "tokenize: give either --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
-        )
+        raise RecipeError("tokenize: give either --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N")
     last = time.monotonic()
 
     def progress(documents: int, tokens: int) -> None:
@@ -105,9 +101,7 @@ def train(
     several runs at once start a process each, with `--normalizer` and `--seed`.
 
     Examples:
-    ```
     qbench train recipes/train/pair-27m.yaml --data tokens
-    ```
 
     Options:
     recipe: A training recipe, such as recipes/train/pair-27m.yaml.
@@ -165,6 +159,4 @@ def show_trained(trainings: Sequence[Training], planned_runs: int) -> None:
             )
         typer.echo(line)
     if len(trainings) < planned_runs:
-        typer.echo(
-            f"{len(trainings)} of {planned_runs} runs are done; run the same command to continue"
-        )
+        typer.echo(f"{len(trainings)} of {planned_runs} runs are done; run the command again")

@@ -48,10 +48,8 @@ def view(
     watched: a run in progress fills in. Ctrl-C ends it.
 
     Examples:
-    ```
     qbench view results/demo
     qbench view results/demo --export site
-    ```
 
     Options:
     folders: Results folders that `qbench run` wrote.

@@ -76,7 +76,10 @@ def answer_damage(store: Store, record: Record, before: Record) -> AnswerDamage 
     if table["kl"].isna().any() or table.empty:
         return None
     _, base_prompts = split_prompts(store.answers(before))
-    outcomes, base_outcomes = (_by_prompt(store.outcomes(each)) for each in (record, before))
+    outcomes, base_outcomes = (  # a row per prompt, a column per metric
+        table[table["task"] == ANSWERS].pivot(index="document", columns="metric", values="value")
+        for table in map(store.outcomes, (record, before))
+    )
     same = (outcomes["agreed_tokens"] == outcomes["length"]) & (
         outcomes["length"] == base_outcomes["length"]
     )
@@ -91,12 +94,6 @@ def answer_damage(store: Store, record: Record, before: Record) -> AnswerDamage 
     )
 
 
-def _by_prompt(outcomes: pd.DataFrame) -> pd.DataFrame:
-    """Return the outcomes of answers as a table with a row per prompt and a column per metric."""
-    answers = outcomes[outcomes["task"] == ANSWERS]
-    return answers.pivot(index="document", columns="metric", values="value")
-
-
 def split_prompts(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
     """Split the answers' ``table`` of a cell: return its rows of tokens, and a series with the text
     of each prompt, indexed by document."""
@@ -107,12 +104,8 @@ def split_prompts(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
 
 def _means(tokens: pd.DataFrame) -> TokenMeans:
     """Return the means over the rows of ``tokens``."""
-    return TokenMeans(
-        len(tokens),
-        tokens["document"].nunique(),
-        float(tokens["kl"].mean()),
-        float(tokens["agrees"].mean()),
-    )
+    kl, agrees = float(tokens["kl"].mean()), float(tokens["agrees"].mean())
+    return TokenMeans(len(tokens), tokens["document"].nunique(), kl, agrees)
 
 
 def _means_by(

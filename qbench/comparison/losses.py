@@ -68,8 +68,7 @@ class Losses:
         return self.measure == "KL"
 
     def size(self, cell: str) -> float | None:
-        """Return a cell's mean on the scale that is compared: of KL its logarithm. None if it has
-        none, or for a KL of 0."""
+        """Return a cell's mean on the scale that is compared, of KL its logarithm, if any."""
         mean = self.means.get(cell)
         if mean is None or not self.is_kl:
             return mean
@@ -173,9 +172,7 @@ def _inferred(comparison: Comparison, losses: Losses) -> Losses:
         if each and key not in made:
             made[key] = over_trainings(losses.columns, each, losses.aggregation)
     unknown = Missing(reason=NO_DOCUMENTS)
-    answers = {
-        key: _sized(losses, made.get(key, unknown), base, *each) for key, each in asked.items()
-    }
+    answers = {key: _sized(losses, made.get(key, unknown), base, *of) for key, of in asked.items()}
     contrasts = {key: each for key, each in answers.items() if key[1]}
     overall = {group: each for (group, name), each in answers.items() if not name}
     adjust(contrasts.values())

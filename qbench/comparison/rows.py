@@ -324,8 +324,7 @@ def bits_per_weight(record: Record | None) -> float | None:
 
 
 def gib(record: Record | None) -> float | None:
-    """Return the GiB of all weights as they are stored; None if no audit counted them, as in
-    records of earlier versions."""
+    """Return the GiB of all weights as they are stored; None if no audit counted them."""
     return record.audit.size.gib if record and record.audit and record.audit.size else None
 
 

@@ -87,8 +87,7 @@ def ordered(comparison: Comparison, checkpoint: str) -> list[str]:
 
 
 def nearer(comparison: Comparison, checkpoint: str, name: str, other: str) -> bool:
-    """Return whether ``name`` loses significantly less in the primary measure than ``other``; False
-    if they were not tested."""
+    """Return whether ``name`` loses significantly less in the primary measure than ``other``."""
     pairs = comparison.primary.pairs
     if pair := pairs.get((checkpoint, name, other)):
         return pair.significant and pair.estimate < 0
@@ -241,10 +240,8 @@ def _size(record: Record) -> float | None:
 
 def _two_models(comparison: Comparison, losses: Losses, group: str) -> str:
     """Return the sentence on how much more quantization costs ``group`` than the baseline."""
-    base, what = (
-        next(iter(comparison.groups)),
-        "KL" if losses.is_kl else f"loss in {losses.measure}",
-    )
+    base = next(iter(comparison.groups))
+    what = "KL" if losses.is_kl else f"loss in {losses.measure}"
     overall = losses.overall.get(group)
     if overall is None or overall.estimate is None:
         reason = "no precision of both has it" if overall is None else overall.reason

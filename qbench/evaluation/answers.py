@@ -235,9 +235,8 @@ def _scored(
             variance = float(np.var(samples, ddof=1)) / len(samples)
             outcomes.append((ANSWERS, document, variance_name(metric), variance, 1.0))
     table = pd.DataFrame(outcomes, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
-    return Outcomes(
-        outcomes=table, responses=response_table(rows), scores=_scores(table, task.label)
-    )
+    scores, responses = _scores(table, task.label), response_table(rows)
+    return Outcomes(outcomes=table, responses=responses, scores=scores)
 
 
 def with_kl(scored: Outcomes, divergences: pd.DataFrame, label: str) -> Outcomes:

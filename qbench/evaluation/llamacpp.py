@@ -171,8 +171,7 @@ class LlamaCpp:
         self._context = library.llama_init_from_model(self._model, settings)
         if not self._context:
             raise UnavailableError(
-                f"{path}: llama.cpp refuses a context of {context} tokens; lower "
-                "evaluation.max_length"
+                f"{path}: llama.cpp refuses a context of {context}; lower evaluation.max_length"
             )
         vocabulary = library.llama_model_get_vocab(self._model)
         self.vocabulary = int(library.llama_vocab_n_tokens(vocabulary))
@@ -217,8 +216,7 @@ class LlamaCpp:
                 self._kept = []
                 tokens_read = start + len(part)
                 raise EvaluationError(
-                    f"llama.cpp failed on {tokens_read} tokens (code {code}); if memory is short, "
-                    "lower evaluation.max_length"
+                    f"llama.cpp failed on {tokens_read} tokens (code {code}); lower max_length"
                 )
             self._kept += part
             if (rows := len(part) - max(0, first - start)) > 0:
@@ -428,20 +426,11 @@ class ExternalScorer(LM):
         if not total <= 1.01:  # servers round
             raise EvaluationError(
                 f"{type(self.model).__name__}.loglikelihood: the probabilities of 26 continuations "
-                f"that exclude each other sum to {total:.3g}: the server leaves tokens out of a "
-                "prompt's log-probabilities, or lm-eval cannot read its format; score "
-                "generate_until tasks only"
+                f"that exclude each other sum to {total:.3g}: the server leaves tokens out, or "
+                "lm-eval cannot read its format; score generate_until tasks only"
             )
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts. Raises EvaluationError with its error."""
-        return self._call("loglikelihood_rolling", requests)
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the runtime's answers as texts. Raises EvaluationError with its error."""
-        return self._call("generate_until", requests)
-
-    def _call(self, kind: str, requests: list[Any]) -> list[Any]:
+    def _call(self, kind: str, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
         """Return the runtime's answers to ``requests``. Raises EvaluationError with its error."""
         try:
             return getattr(self.model, kind)(requests, disable_tqdm=True)
@@ -450,6 +439,9 @@ class ExternalScorer(LM):
                 f"lm-eval's {type(self.model).__name__}.{kind} failed ({type(error).__name__}: "
                 f"{first_line(error)}); see the log of its server, or lm-eval's documentation"
             ) from error
+
+    loglikelihood_rolling = functools.partialmethod(_call, "loglikelihood_rolling")
+    generate_until = functools.partialmethod(_call, "generate_until")
 
     def report(self) -> ScoringReport:
         """Return a report that only says which class of lm-eval scored; its memory is unknown."""

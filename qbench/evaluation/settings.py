@@ -40,8 +40,7 @@ class Tolerance:
 
     If activations or the KV cache are quantized, rounding moves values by whole steps, and two
     correct computations differ by about as much as quantization costs. Such cells are judged by the
-    mean difference with its sign alone, which ``mean`` then bounds, beyond ``batch_noise``, which
-    is at most twice as much.
+    mean difference with its sign alone, which ``mean`` then bounds, beyond ``batch_noise``.
     """
 
     mean: Bound = 0.05

@@ -78,15 +78,13 @@ def read_results(store: Store) -> ResultSet:
 def make(store: Store, out: Path, *, replace: bool = False) -> None:
     """Write the baseline of a results folder to the file ``out``: its records, and their outcomes
     rounded to ``DECIMALS``. Raises ResultsError if a cell is missing, failed or unaudited, a task
-    failed or a score is not finite; if ``out`` exists, without ``replace``; and if it exists and is
-    not a baseline."""
+    failed or a score is not finite; if ``out`` exists, without ``replace`` or as no baseline."""
     results = read_results(store)
     unfit = [*results.broken.items()]
     for cell, scored in results.cells.items():
-        unfit += [(cell, "not audited")] * (scored.record.audit is None)
-        unfit += [
-            (cell, f"{task} failed: {why}") for task, why in scored.record.failed_tasks.items()
-        ]
+        record = scored.record
+        unfit += [(cell, "not audited")] * (record.audit is None)
+        unfit += [(cell, f"{task} failed: {why}") for task, why in record.failed_tasks.items()]
         unfit += [
             (cell, f"{score.task} {score.metric} is {score.value}")
             for score in scored.scores.values()
@@ -98,10 +96,7 @@ def make(store: Store, out: Path, *, replace: bool = False) -> None:
             f"{store.directory}: no baseline can be made from it: {reasons}; run these cells again"
         )
     if out.exists() and not replace:
-        raise ResultsError(
-            f"{out}: exists already; `qbench check {store.directory} --baseline {out}` shows what "
-            "changed; then add --replace"
-        )
+        raise ResultsError(f"{out}: exists already; see `qbench check`, then add --replace")
     if out.exists() and not out.read_bytes().startswith(XZ_MAGIC):
         raise ResultsError(f"{out}: exists and is no baseline to replace; name another file")
     with TemporaryDirectory() as folder:

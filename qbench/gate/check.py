@@ -75,8 +75,7 @@ def require_same(
                 what = changed_files(*parts) if part == "weights" else ACROSS[part]
                 raise ResultsError(
                     f"{cell}: these results are of {what} than the baseline ({_short(then)} → "
-                    f"{_short(now)}); check results of the same checkpoint, or add --across {part} "
-                    "if this is meant"
+                    f"{_short(now)}); add --across {part} if this is meant"
                 )
             changes.setdefault((name, then, now), []).append(cell)
     return [
@@ -110,12 +109,8 @@ def check(
     old, new = read(baseline), read_results(store)
     given = dict(margins or {})
     if not any(cell in new.cells or cell in new.broken for cell in old.cells):
-        raise ResultsError(
-            f"{store.directory} has no cell of {baseline}; check results of the same recipe"
-        )
-    require_known(
-        given, [score for scored in old.cells.values() for score in scored.scores.values()]
-    )
+        raise ResultsError(f"{store.directory} has no cell of {baseline}: it is of another recipe")
+    require_known(given, [score for each in old.cells.values() for score in each.scores.values()])
     both = [cell for cell in old.cells if cell in new.cells]
     for cell in both:
         require_same_data(cell, old.cells[cell].record, new.cells[cell].record)
@@ -308,15 +303,8 @@ def layer_gates(
         return [failure(cell, f"no longer quantized, or not audited: {some(lost, NAMED)}")]
     same = [name for name, layer in old.items() if _same_bits(layer, new[name])]
     if len(same) == len(old):
-        return [
-            GateResult(
-                cell=cell,
-                task=AUDIT,
-                metric="layers",
-                outcome="pass",
-                reason=f"same bits in all {len(old)} layers",
-            )
-        ]
+        reason = f"same bits in all {len(old)} layers"
+        return [GateResult(cell=cell, task=AUDIT, metric="layers", outcome="pass", reason=reason)]
     same_bits = f"; same bits in {len(same)} of {len(old)} layers" if same else ""
     gates = []
     for metric, (measure, rise) in RISES.items():
@@ -345,14 +333,9 @@ RISES: dict[str, tuple[str, Callable[[float, float], float]]] = {
 
 def _same_bits(old: ModuleAudit, new: ModuleAudit) -> bool:
     """Return whether two audits of a layer have equal stored codes and measures."""
-    return (
-        bool(old.digest)
-        and old.digest == new.digest
-        and all(
-            math.isclose(getattr(old, name) or 0.0, getattr(new, name) or 0.0, rel_tol=SAME)
-            for name, _ in RISES.values()
-        )
-    )
+    pairs = ((getattr(old, name) or 0.0, getattr(new, name) or 0.0) for name, _ in RISES.values())
+    close = all(math.isclose(*pair, rel_tol=SAME) for pair in pairs)
+    return close and bool(old.digest) and old.digest == new.digest
 
 
 def judge(gate: GateResult, margin: Margin, was: Column, now: Column) -> GateResult:

@@ -111,8 +111,7 @@ def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> G
 
 
 def failure(cell: str, reason: str, task: str = "", metric: str = "") -> GateResult:
-    """Return a failed result with its ``reason``: for the score ``task``, ``metric``, or for the
-    whole cell without these."""
+    """Return a failed result with its ``reason``, for a score, or the whole cell without these."""
     return GateResult(cell=cell, task=task, metric=metric, outcome="fail", reason=reason)
 
 
@@ -285,8 +284,7 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
             margin = math.nan
         if not metric.strip() or not math.isfinite(margin) or margin < 0:
             raise RecipeError(
-                f"--margin {text}: write METRIC=NUMBER, 0 or more, such as acc=0.5 (percentage "
-                "points) or perplexity=2 (per cent)"
+                f"--margin {text}: write METRIC=NUMBER, as acc=0.5 (points) or perplexity=2 (%)"
             )
         if metric.strip() in margins:
             raise RecipeError(f"--margin {text}: {metric.strip()} is given twice; leave one out")

@@ -129,8 +129,7 @@ class Settings:
     batch-mates, and no token's logits on later tokens; the audit fails a method that says so
     wrongly. ``requirements``: distributions whose versions can change the result, torch and
     transformers left out (they are part of every cell). ``blocks``: outputs and inputs of each
-    quantized layer must be multiples of these; ``misfit`` says what to do about a layer whose are
-    not.
+    quantized layer must be multiples of these; ``misfit`` says what to do otherwise.
     """
 
     kind: ClassVar[Kind]

@@ -42,8 +42,7 @@ def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
     scale, zero = quantized.meta["scale"], quantized.meta["zero"]
     if not all(torch.isfinite(part).all() for part in (scale, zero)):
         raise QuantizationError(
-            f"{settings.name}: {name}: hqq gave scales that are not finite; name the layer in "
-            "ignore"
+            f"{settings.name}: {name}: hqq gave scales that are not finite; name it in ignore"
         )
     return {"codes": quantized.W_q.data, "scale": scale, "zero": zero}
 
@@ -84,11 +83,7 @@ def unpack(module: nn.Module, settings: Hqq) -> PackedWeight | None:
         return weight.reshape(-1, size) if settings.axis == 1 else weight.reshape(size, -1).T
 
     return PackedWeight(
-        tensors={
-            "codes": module.W_q.data,
-            "scale": module.meta["scale"],
-            "zero": module.meta["zero"],
-        },
+        tensors={"codes": module.W_q.data} | {n: module.meta[n] for n in ("scale", "zero")},
         dequantize=lambda: decode(module, settings),
         groups=groups,
     )

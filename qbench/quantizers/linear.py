@@ -137,8 +137,7 @@ def linearize(model: nn.Module) -> None:
     }
     if others and stream_of(model) is not None:
         raise QuantizationError(
-            f"{type(model).__name__} keeps weights outside linear layers, which cannot be "
-            "quantized block by block; set evaluation.stream: false"
+            f"{type(model).__name__}: weights outside linear layers need evaluation.stream: false"
         )
     for name, module in others.items():
         turned = isinstance(module, Conv1D)

@@ -22,8 +22,7 @@ ONE_IN = 12
 
 
 def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> None:
-    """Add rounding noise to the output of each decoder layer of ``model``, by forward hooks;
-    ``tensors`` is not used."""
+    """Add rounding noise to the output of each decoder layer of ``model``, by forward hooks."""
 
     def noisy(number: int) -> Any:
         """Return the forward hook of layer ``number``."""

@@ -8,12 +8,10 @@ it reads its ``quantization_config``; here it only tells what else is rounded.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -42,9 +40,7 @@ ACTIVATION_AGREEMENT = 0.3  # relative, of products whose inputs are rounded to 
 def loadable_methods() -> tuple[str, ...]:
     """Return each ``quant_method`` that the installed transformers loads, read from its source
     (importing it would import torch), and those that GPTQModel loads."""
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None, "transformers is a dependency"
-    text = (Path(str(spec.origin)).parent / "quantizers" / "auto.py").read_text(encoding="utf-8")
+    text = machine.package_source("transformers", "quantizers/auto.py")
     table = text.partition("AUTO_QUANTIZER_MAPPING = {")[2].partition("\n}")[0]
     names = (name.removesuffix("_4bit") for name in re.findall(r'^    "([\w-]+)"', table, re.M))
     return tuple(sorted({*names, *BY_GPTQMODEL} - {"bitsandbytes_8bit"}))
@@ -191,18 +187,14 @@ class PublishedCopy(Published):
         """
         sums = self.format == "torchao" and self.activations is not None and device == "cpu"
         if sums and (why := machine.int8_problem()):
-            raise RecipeError(
-                f"{self.format}: {why}, so its products would be wrong; run it on a GPU or on a "
-                "CPU with VNNI"
-            )
+            raise RecipeError(f"{self.format}: {why}; run it on a GPU or a CPU with VNNI")
 
         version = machine.version_of("transformers")
         newer = tuple(map(int, version.split(".")[:2])) >= (5, 24)
         if newer and rounded_part(self.config, "kv_cache"):
             raise RecipeError(
-                f"{self.format}: transformers {version} would leave its KV cache unquantized: "
-                "compressed-tensors 0.20 gives it to layers under an earlier name; install "
-                "'transformers<5.24'"
+                f"{self.format}: transformers {version} would leave its KV cache unquantized, as "
+                "compressed-tensors 0.20 sets it; install 'transformers<5.24'"
             )
 
     @property

@@ -193,8 +193,7 @@ def config_of(
         )
     if transform and not config.precision.quantized:
         raise RecipeError(
-            f"transform: {transform.name} alone quantizes nothing; add weights, activations or "
-            "kv_cache"
+            f"transform: {transform.name} alone quantizes nothing; add weights or another part"
         )
     return config
 

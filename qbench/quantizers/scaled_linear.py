@@ -46,8 +46,7 @@ class ScaledLinear(DequantizedLinear):
         return (blocks * scale[..., None]).flatten(1).to(self.dtype)
 
     def groups(self, weight: Tensor, settings: RoundedWeights) -> Tensor:
-        """Return a matrix [out, in] as [groups, weights of a group], one row per scale;
-        ``settings`` is not used."""
+        """Return a matrix [out, in] as [groups, weights of a group], one row per scale."""
         return weight.reshape(self.scale.numel(), -1)
 
 
@@ -64,10 +63,8 @@ def quantize(name: str, layer: nn.Linear, settings: RoundedWeights) -> Tensors:
         tensor_scale = largest.reciprocal() * (ELEMENTS["e4m3"].largest * element.largest)
         scale = (tensor_scale * divided(magnitude, element.largest)).to(torch.float8_e4m3fn)
         scale = torch.where(scale.float() == 0, LEAST_SCALE, scale.float()).to(scale.dtype)
-        tensors, factor = (
-            {"scale": scale, "tensor_scale": tensor_scale},
-            scale.float() / tensor_scale,
-        )
+        tensors = {"scale": scale, "tensor_scale": tensor_scale}
+        factor = scale.float() / tensor_scale
     else:
         raised = ((magnitude.view(torch.int32) + UP) >> 23 & 255) - BIAS - element.highest
         exponent = raised.clamp(min=LEAST_EXPONENT)

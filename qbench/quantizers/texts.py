@@ -51,8 +51,7 @@ def find_text(address: str, *, data: Path | None) -> Path:
             if files:
                 names = ", ".join(file.name for file in files)
                 raise DataError(
-                    f"{folder}: which one is the calibration text? choose it with --calibration "
-                    f"({names})"
+                    f"{folder}: which is the calibration text? choose with --calibration ({names})"
                 )
         raise DataError(
             f"calibration: no *.jsonl in {data}/calibration or {data.parent}/calibration, and with "
@@ -61,8 +60,7 @@ def find_text(address: str, *, data: Path | None) -> Path:
     parts = address.removeprefix(HUB_FILE).split("/", 3)  # datasets/<owner>/<name>/<file>
     if len(parts) != 4 or parts[0] != "datasets" or not all(parts):
         raise RecipeError(
-            f"calibration.path: {address}: write {HUB_FILE}datasets/OWNER/NAME/FILE, or "
-            "NAME@REVISION"
+            f"calibration.path: {address}: write {HUB_FILE}datasets/OWNER/NAME[@REVISION]/FILE"
         )
     _, owner, name, file = parts
     name, _, revision = name.partition("@")
@@ -70,8 +68,7 @@ def find_text(address: str, *, data: Path | None) -> Path:
         return hub.dataset_file(f"{owner}/{name}", file, revision or None)
     except DataError as error:
         raise DataError(
-            f"calibration.path: {address}: {error}; try again, or name a local JSON Lines file "
-            "with --calibration FILE"
+            f"calibration.path: {address}: {error}; name a local file with --calibration FILE"
         ) from error
 
 

@@ -123,8 +123,7 @@ def drawn_sums(rows: Floats) -> Floats:
 
 @lru_cache(maxsize=2)
 def _all_counts(documents: int, rounds: int) -> Floats:
-    """Return ``_counts`` with a fixed seed, cached: hundreds of effects over the same documents use
-    the same rounds."""
+    """Return ``_counts`` with a fixed seed, cached: hundreds of effects use the same rounds."""
     return _counts(documents, rounds, np.random.default_rng(0))
 
 
@@ -169,25 +168,7 @@ class BootstrapT(Method):
     some dozens of documents is mostly noise. They lie at most twice as far as any document: if few
     documents changed, some rounds draw none of them and have a standard error of 0.
 
-    Coverage in percent of 95 % intervals, of 2,000 simulations each; lengths are lognormal:
-
-    ================================== ======== ======== ========
-    Damage of a token                  16 pages 62 pages 200 pages
-    ================================== ======== ======== ========
-    not by length, lengths' spread 0.5    99.0     96.6     96.7
-    not by length, spread 1.0             99.5     97.4     97.2
-    not by length, t(3), spread 1.0       99.5     98.3     97.0
-    by log of length, spread 0.5          97.7     97.0     96.3
-    by log of length, spread 0.74         96.7     96.8     96.0
-    by log of length, spread 1.0          95.0     94.8     95.6
-    the same with t(3), spread 1.0        97.0     95.3     96.1
-    falls by log of length, spread 1.0    95.0     94.5     95.4
-    in proportion to length, spread 0.5   95.5     95.9     95.9
-    HQQ-2bit on WikiText, pages drawn     98.3     94.2     95.4
-    ================================== ======== ======== ========
-
-    Where a token's damage grows in proportion to length and lengths differ more, no interval from
-    so few pages holds: 91.5, 93.2 and 93.6 % at a spread of 0.74, 86 to 90 % at 1.0.
+    docs/methods.md has the share of simulations in which the interval covers the truth.
     """
 
     # As bounds the ends of the two-sided interval cover 94 % or more in simulations where damage
@@ -205,10 +186,8 @@ class BootstrapT(Method):
         low = np.minimum(-reach, self._quantile(-reach * self._stretch))
         high = np.maximum(reach, self._quantile(reach * self._stretch))
         below, above = self.missed
-        return (
-            self.estimate - high * self.counted - below,
-            self.estimate - low * self.counted + above,
-        )
+        first, last = self.estimate - high * self.counted, self.estimate - low * self.counted
+        return first - below, last + above
 
     def p(self) -> Floats:
         """Return the p-value of 0 that belongs to ``interval``."""
@@ -229,8 +208,7 @@ class BootstrapT(Method):
         return detectable_by_t(self.counted, self.freedom, level) + self.missed.max(axis=0)
 
     def _quantile(self, normal: Floats) -> Floats:
-        """Return the bootstrap's quantile at each ``normal`` quantile, extrapolated beyond the last
-        and bounded by ``farthest``."""
+        """Return the bootstrap's quantile at each ``normal`` quantile, at most ``farthest``."""
         pairs = zip(normal, self.quantiles.T, strict=True)
         quantile = np.array([np.interp(x, NORMAL, quantiles) for x, quantiles in pairs])
         quantile *= np.maximum(1, np.abs(normal) / FARTHEST)
@@ -277,13 +255,10 @@ def bootstrap_log_means(made: Contrasts, scores: Scores, *, kl: bool) -> tuple[N
     KL divergence or of a ratio of two; return the places of those for which it can be done, and
     their intervals. No standard error is 0.
 
-    A few documents may have much of all KL: of one int8 copy one document of 200 has 14 %, of
-    another one of 5,215 has 6 %. A sample without them does not show it. So with ``kl`` the ends
+    A few documents may have much of all KL, and a sample may lack them. So with ``kl`` the ends
     move by what one more document would change whose KL is ``MISSED_NATS`` or ``MISSED_TIMES`` the
-    mean, whichever is more: little for copies of 4 bits, much for few documents of a nearly
-    lossless copy. In simulations from real runs' documents (20 to 1,000 drawn of them) the 95 %
-    interval then covers 95 % or more (docs/simulate.py). Without ``kl`` the standard error counts
-    the farthest document on either side ``UNSEEN`` times more.
+    mean, whichever is more (docs/methods.md). Without ``kl`` the standard error counts the farthest
+    document on either side ``UNSEEN`` times more.
     """
     documents, many, counted, missed = scores.documents, len(made.signs), made.stderr, 0.0
     if kl:

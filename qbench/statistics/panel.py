@@ -41,9 +41,7 @@ class Column:
         values, weights = (np.asarray(each, float) for each in (value, weight))
         if not (documents.dtype.kind == "i" and (np.diff(documents) > 0).all()):
             documents, index = np.unique(documents, return_inverse=True)
-            values, weights = (
-                np.bincount(index, each, len(documents)) for each in (values, weights)
-            )
+            values, weights = (np.bincount(index, w, len(documents)) for w in (values, weights))
         return cls(documents=documents, values=values, weights=weights)
 
     def only(self, documents: NDArray) -> Column:
@@ -66,9 +64,7 @@ def on_shared_documents(columns: Iterable[Column]) -> list[Column]:
 
 def joined(columns: Mapping[str, Column]) -> Column:
     """Return the columns of several tasks as one over all of their documents, "task document"."""
-    parts = [
-        [f"{task} {document}" for document in column.documents] for task, column in columns.items()
-    ]
+    parts = [[f"{task} {name}" for name in each.documents] for task, each in columns.items()]
     return Column.of(
         np.concatenate(parts),
         np.concatenate([column.values for column in columns.values()]),

@@ -67,23 +67,12 @@ def over_seeds(panel: Panel, groups: Trainings, aggregation: str) -> Effect | Mi
     Contrasts of trainings that are pairs (same seed, data and order) are in one group; of two
     normalizers with unequal numbers of trainings each is a group of its own.
 
-    The interval is Banerjee's (1960, Sankhyā 22, 359–364): the mean's distance from the truth is at
-    most √(Σ t²ₖ sₖ²). Each part of the variance sₖ² has Student's t of its own degrees of freedom:
-    the trainings of a group less one, and the documents less one. It covers 95 % or more whatever
-    the sizes of the parts are, as Satterthwaite's does not with two or three seeds (87 and 92 %).
-    What document and seed share counts to the seeds, so that the interval is wide with two.
-
-    That holds if documents' and seeds' effects are roughly normal. If some trainings are much worse
-    than others, it covers 87 to 90 % with three seeds; no interval from three values can
-    correct that. Unlike that of ``effect`` it is not corrected for perplexities whose damage
-    depends on a document's length.
-
-    Of KL divergences, which have heavy tails, the documents' part is the bootstrap-t of the mean
-    over trainings: in simulations from real documents (20 to 1,000, 2 to 5 trainings) the interval
-    covers 94 to 100 %; with Student's t it covered as little as 86 %.
-
-    It is never narrower than that of the documents alone, which two or three trainings that happen
-    to agree would make it; of right-or-wrong answers of which few changed, the score interval.
+    The interval is Banerjee's (1960, Sankhyā 22, 359–364), never narrower than that of the
+    documents alone; docs/methods.md says how often it covers the truth. What document and seed
+    share counts to the seeds. Unlike that of ``effect`` it is not corrected for perplexities whose
+    damage depends on a document's length; of KL divergences, which have heavy tails, the documents'
+    part is the bootstrap-t of the mean over trainings; of right-or-wrong answers of which few
+    changed, the score interval.
 
     The detectable size uses the number of trainings of the smaller group. With three trainings and
     72 comparisons a mean must be almost 38 standard errors from 0 to be marked.

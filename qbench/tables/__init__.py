@@ -87,8 +87,7 @@ def table_files(
     comparison: Comparison, formats: Sequence[str] = ("md", "csv"), *, published: str | None = None
 ) -> dict[str, str]:
     """Return file name → content: ``tables.<format>`` for each of ``formats``, and ``seeds.csv`` if
-    there are several trainings. Nothing is written. Markdown begins with the verdict.
-    ``published``: see ``render``."""
+    there are several trainings. Markdown begins with the verdict. ``published``: see ``render``."""
     files = {}
     for format in formats:
         text = render(comparison, format=format, published=published)
@@ -271,8 +270,7 @@ def _about(line: Row) -> dict[str, object]:
 
 
 def _row(line: Row, entry: RowValue) -> dict[str, object]:
-    """Return the CSV row of one score: its cell, interval, Δ, damage and
-    difference-in-differences."""
+    """Return the CSV row of one score: its cell, interval, Δ, damage and ``did``."""
     score = line.effect("scores", entry.checkpoint)
     row: dict[str, object] = {name: getattr(entry, name) for name in ENTRY}
     if score is not None:

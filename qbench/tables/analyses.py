@@ -192,8 +192,6 @@ def markdown(results: AnalysisResults) -> str:
 
 # --- all numbers as one CSV
 
-LEFT_OUT = ("maps",)  # attention maps stay in the records: a number per weight
-
 
 def analyses_csv(results: AnalysisResults) -> str:
     """Return all numbers but attention maps in full precision as CSV, one per row; "" without any.
@@ -202,36 +200,28 @@ def analyses_csv(results: AnalysisResults) -> str:
     field of the record, dotted, list items by their index: layers and heads from 0; of a
     sensitivity after the unit's name), ``value``, and ``key`` of the record.
     """
-    kinds: tuple[tuple[str, Sequence[Analysis | Sensitivity]], ...] = (
-        ("text", results.cells),
-        ("sensitivity", results.sensitivities),
-    )
     rows = []
-    for kind, analyses in kinds:
-        for each in analyses:
-            about = {"analysis": kind, "checkpoint": each.checkpoint, "quantizer": each.quantizer}
-            if isinstance(each, Sensitivity):
-                units = [*each.units, *([each.together] if each.together else [])]
-                measured = {unit.name: unit.model_dump(exclude={"name"}) for unit in units}
-            else:
-                measured = each.measured.model_dump(exclude={*LEFT_OUT})
-            rows += [
-                {**about, "measure": name, "value": value, "key": each.key}
-                for name, value in _numbers(measured)
-            ]
+    for each in (*results.cells, *results.sensitivities):
+        about = {"analysis": "text", "checkpoint": each.checkpoint, "quantizer": each.quantizer}
+        if isinstance(each, Sensitivity):
+            about["analysis"] = "sensitivity"
+            units = [*each.units, *([each.together] if each.together else [])]
+            measured = {unit.name: unit.model_dump(exclude={"name"}) for unit in units}
+        else:
+            measured = each.measured.model_dump(exclude={"maps"})  # a number per weight
+        rows += [
+            {**about, "measure": name, "value": value, "key": each.key}
+            for name, value in _numbers(measured)
+        ]
     return as_csv(rows)
 
 
 def _numbers(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted name, value) of every number and text in nested data; None is left out."""
-    parts: Iterator[tuple[object, object]]
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
-        parts = iter(value.items())
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    else:
-        if value is not None:
-            yield prefix, value
-        return
-    for name, part in parts:
-        yield from _numbers(part, f"{prefix}.{name}" if prefix else str(name))
+        for name, part in value.items():
+            yield from _numbers(part, f"{prefix}.{name}" if prefix else str(name))
+    elif value is not None:
+        yield prefix, value

@@ -93,13 +93,8 @@ def _along(row: Row | None, checkpoint: str, damage: AnswerDamage | None) -> dic
     kl = nats(math.log(mean)) if mean else "0"
     if score is not None:
         kl += f" [{nats(score.low)}, {nats(score.high)}]"
-    texts = (
-        kl,
-        f"{100 * damage.tokens.agrees:.1f} %",
-        f"{100 * damage.identical:.0f} %",
-        f"{damage.agreed:.0f}",
-    )
-    return dict(zip(names, texts, strict=True))
+    agrees, identical = f"{100 * damage.tokens.agrees:.1f} %", f"{100 * damage.identical:.0f} %"
+    return dict(zip(names, (kl, agrees, identical, f"{damage.agreed:.0f}"), strict=True))
 
 
 def _loss(line: Row | None, checkpoint: str) -> str:

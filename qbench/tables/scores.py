@@ -314,10 +314,8 @@ def _effect_cells(row: Row, head: str, contrast: str, group: str, each: str = ""
     """Return the cells of an effect and its interval under ``head``; with a head ``each``, over
     seeds, also each training's effect and the seeds' share."""
     effect, percent = row.effects.get((contrast, group)), row.percent
-    cells = [
-        (head, effect_text(effect, percent=percent)),
-        (INTERVAL, interval_text(effect, percent=percent)),
-    ]
+    interval = interval_text(effect, percent=percent)
+    cells = [(head, effect_text(effect, percent=percent)), (INTERVAL, interval)]
     if each:
         share = getattr(effect, "of_seeds", None)
         share_text = NO_VALUE if share is None else f"{100 * share:.0f} %"

@@ -126,8 +126,7 @@ class Run:
                         optimizer.state[parameter][key] = value.to(parameter.device)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise TrainingError(
-                f"{self.state}: damaged (not the state that was written: {first_line(error)}); "
-                "remove it to train from the start"
+                f"{self.state}: damaged ({first_line(error)}); remove it to train from the start"
             ) from None
         return progress
 
@@ -157,12 +156,8 @@ class Run:
     def file_digests(self) -> dict[str, str]:
         """Return path → SHA-256 of the final checkpoint's files and the log. Left out are the best
         checkpoint, the record, and the state."""
-        paths = [
-            self.folder / CONFIG,
-            self.folder / SINGLE,
-            *tokenizer_files(self.folder),
-            self.log,
-        ]
+        weights, tokenizer = self.folder / SINGLE, tokenizer_files(self.folder)
+        paths = [self.folder / CONFIG, weights, *tokenizer, self.log]
         return {path.relative_to(self.folder).as_posix(): file_digest(path) for path in paths}
 
     def finished(self) -> Training | None:
@@ -175,9 +170,8 @@ class Run:
         try:
             record = read_training(path)
         except (ValueError, DamagedError) as error:
-            line = (
-                validation_line(error) if isinstance(error, ValidationError) else first_line(error)
-            )
+            kind = validation_line if isinstance(error, ValidationError) else first_line
+            line = kind(error)
             line = line.removeprefix(f"{path}: ")
             raise TrainingError(f"{path}: damaged: {line}; {remedy}") from None
         self._require_same(record.settings_digest)
@@ -191,8 +185,7 @@ class Run:
         """Raise TrainingError if ``settings_digest``, of a state or record, is not this run's."""
         if settings_digest != self.settings_digest:
             raise TrainingError(
-                f"{self.folder}: holds a training of other settings, data or seed; name another "
-                "--out, or remove this folder"
+                f"{self.folder}: a training of other settings, data or seed; name another --out"
             )
 
 

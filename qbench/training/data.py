@@ -135,8 +135,7 @@ def read_token_files(folder: Path) -> TokenFiles:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the tokenizer's files in ``folder``, by name, without ``tokens.json``. Raises
-    DataError if there are none."""
+    """Return the tokenizer's files in ``folder``, by name. Raises DataError if there are none."""
     files = [
         path
         for path in sorted(folder.iterdir())
@@ -238,8 +237,7 @@ def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
     if len(texts) < count:
         raise DataError(
             f"{files.folder}: {len(texts)} held-out documents have {room} tokens or more, and "
-            f"watch.samples asks for {count}; lower watch.samples or watch.length, or tokenize "
-            "more text"
+            f"watch.samples asks for {count}; lower it or watch.length, or tokenize more text"
         )
     return [[*begin, *text.tolist()] for text in texts]
 
@@ -275,15 +273,12 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int) -
             f"{about.vocabulary} ids; set model.vocabulary to at least that"
         )
     if recipe.data.bos_first and about.bos is None:
-        raise RecipeError(
-            f"data.bos_first: the tokenizer of {files.folder} has no BOS token; set it to false"
-        )
+        raise RecipeError(f"data.bos_first: {files.folder} has no BOS token; set it to false")
     at_once = recipe.batch.sequences * processes
     if recipe.global_batch_size % at_once:
         raise RecipeError(
             f"batch.sequences {recipe.batch.sequences} × {processes} processes must divide "
-            f"the {recipe.global_batch_size} sequences of a step; lower batch.sequences in the "
-            "recipe or with --sequences"
+            f"the {recipe.global_batch_size} sequences of a step; lower batch.sequences"
         )
     if len(sequences(recipe, files)) < recipe.global_batch_size:
         raise RecipeError(
@@ -321,9 +316,7 @@ def evaluation_ngrams(folder: Path) -> set[int]:
     files below ``folder``, of this process only. Raises DataError without files."""
     files = sorted(folder.rglob("*.jsonl"))
     if not files:
-        raise DataError(
-            f"{folder}: no *.jsonl files of evaluation texts in it; name the folder of --data"
-        )
+        raise DataError(f"{folder}: no *.jsonl files in it; name the folder of --data")
     values: list[Any] = [row.fields for path in files for row in read_rows(path)[0]]
     ngrams: set[int] = set()
     while values:
@@ -434,11 +427,8 @@ def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
     )  # fmt: skip
     tokenizer.train_from_iterator(islice(documents, LEARNED_FROM), trainer)
     tokenizer.save(str(folder / TOKENIZER))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **SPECIAL,
-    }
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config = {**kind, **SPECIAL}
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -494,9 +484,7 @@ def tokenize(
         special = {part: getattr(fast, f"{part}_token_id") for part in ("bos", "eos", "pad")}
         for part, used in {"bos": bos, "eos": eos}.items():
             if used and special[part] is None:
-                raise DataError(
-                    f"--tokenizer {name}: it has no {part.upper()} token; add --no-{part}"
-                )
+                raise DataError(f"--tokenizer {name}: no {part.upper()} token; add --no-{part}")
         begin, end = [special["bos"]] * bos, [special["eos"]] * eos
         size = 1 + max(fast.backend_tokenizer.get_vocab().values())  # ids may have gaps
         dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
@@ -573,9 +561,7 @@ def _tokenizer(
         copy_tokenizer(hub.snapshot(given, None, READ), folder)
         name = given
     else:
-        raise RecipeError(
-            f"--tokenizer {given}: no such folder; name one, or a hub id (owner/name)"
-        )
+        raise RecipeError(f"--tokenizer {given}: no such folder, nor a hub id (owner/name)")
     if not (folder / TOKENIZER).is_file():
         raise DataError(
             f"--tokenizer {name}: it has no {TOKENIZER}; write one with transformers: "

@@ -61,8 +61,7 @@ class Step:
     reads no number from the device, so that the device never waits.
 
     A compiled step on one GPU is captured as a CUDA graph after its warm-up, all but the optimizer:
-    launching its 1,500 kernels one by one takes longer than they do. The graph has the same
-    kernels, and so the same bits.
+    launching its 1,500 kernels one by one takes longer than they do. The graph gives the same bits.
     """
 
     def __init__(
@@ -143,9 +142,8 @@ class Trainer:
         texts = hashlib.sha256(self.held_out.numpy()).hexdigest()
         if self.progress.held_out not in (None, texts):
             raise TrainingError(
-                "watch.samples, watch.length: the state was evaluated on other held-out texts, "
-                f"whose losses do not compare; set them back, or remove {run.state} to train from "
-                "the start"
+                "watch.samples, watch.length: the state was evaluated on other held-out texts; set "
+                f"them back, or remove {run.state} to train from the start"
             )
         self.progress.held_out = texts
         if self.progress.step:
@@ -250,9 +248,7 @@ class Trainer:
         kept = "there is no earlier state yet"
         if saved := self.progress.sessions[-1].last_step:
             kept = f"the state of step {saved} is kept in {self.run.state.parent}"
-        raise TrainingError(
-            f"step {step}: {wrong}; lower the learning rate or warm up longer ({kept})"
-        )
+        raise TrainingError(f"step {step}: {wrong}; lower the learning rate, or warm up ({kept})")
 
     def _evaluate(self) -> None:
         """Measure the model on the held-out texts, and save it if it is the best so far. It is
@@ -417,6 +413,4 @@ def _locked(folder: Path) -> Iterator[None]:
             clean_temporaries(folder)
             yield
     except Timeout:
-        raise TrainingError(
-            f"{folder}: another process trains there; wait for it or stop it"
-        ) from None
+        raise TrainingError(f"{folder}: another process trains there; wait for it") from None

@@ -39,8 +39,7 @@ def model_settings(
 ) -> dict[str, Any]:  # fmt: skip
     """Return ``model_type`` and settings of the class of transformers for a model of ``shape``:
     Llama's; with a gate those of ``gated.py``; without a rotary embedding SmolLM 3's.
-    ``normalizer`` is named with its gate (``softmax+head-gate``); ``bos``, ``eos`` and ``pad`` are
-    ids."""
+    ``normalizer`` is named with its gate (``softmax+head-gate``)."""
     kind: dict[str, Any] = {"model_type": "llama"}
     if gate := split_gate(normalizer)[1]:
         kind = {"model_type": "gated-llama", "gate": gate}
@@ -76,8 +75,7 @@ def model_settings(
 def flops_per_token(model: LlamaForCausalLM, context: int) -> float:
     """Return the FLOP per token of a forward and a backward pass: 6 per parameter in matrix
     products (all matrices but the embeddings, which are looked up; the output matrix counts, tied
-    or not), and 6 · layers · hidden · context for attention's two products, half of whose pairs are
-    causal.
+    or not), and 6 · layers · hidden · context for attention's two products, causal.
 
     Norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved).
     """
@@ -213,12 +211,10 @@ def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
     """Return AdamW over the trained ``parameters``; vectors decay only if ``settings`` say so."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decay = settings.weight_decay
+    of_vectors = decay if settings.decay_vectors else 0.0
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
-        {
-            "params": [p for p in trained if p.ndim < 2],
-            "weight_decay": decay if settings.decay_vectors else 0.0,
-        },
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": of_vectors},
     ]
     rate = settings.learning_rate
     return AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps, fused=True)

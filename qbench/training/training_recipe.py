@@ -240,8 +240,7 @@ class TrainingRecipe(Strict):
                 )
         if self.model.rope_theta is None and any("+" in name for name in self.normalizers):
             raise ValueError(
-                "model.rope_theta: a gate needs a rotary embedding; set a number, or leave the "
-                "gate out"
+                "model.rope_theta: a gate needs a rotary embedding; set it, or leave the gate out"
             )
         return self
 
@@ -260,13 +259,11 @@ class TrainingRecipe(Strict):
             )
         if self.tokens < self.batch.tokens:
             raise ValueError(
-                f"tokens {self.tokens} are fewer than batch.tokens {self.batch.tokens}, one step; "
-                "raise tokens"
+                f"tokens {self.tokens} are fewer than batch.tokens {self.batch.tokens}, one step"
             )
         if self.watched_length > self.model.context:
             raise ValueError(
-                f"watch.length {self.watch.length} is more than model.context "
-                f"{self.model.context}; lower it"
+                f"watch.length {self.watch.length} is more than model.context {self.model.context}"
             )
         return self
 

@@ -50,9 +50,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 # (record, task) → by document, the texts of each request and the right answer
 Texts = Callable[[Record, str], Mapping[int, Question]]
-NO_TEXTS = (
-    "The texts of these documents are not available: name the run's --data and --definitions."
-)
+NO_TEXTS = "The texts of these documents are not available: name --data and --definitions."
 
 
 class WholeStore(Store):
@@ -149,8 +147,7 @@ class Results:
     def payload(self, name: str, *, wait: bool = False) -> Json:
         """Return the payload ``name``, such as cell/3. ``wait``: until intervals are computed.
 
-        Raises KeyError for an unknown name, or a cell or task that does not exist; ResultsError for
-        records that cannot be read.
+        Raises KeyError for an unknown name, cell or task, ResultsError for damaged records.
         """
         kind, *indexes = name.split("/")
         try:
@@ -170,8 +167,7 @@ class Results:
 
 
 def index(results: Sequence[Results]) -> Json:
-    """Return ``{"folders": [{"name": …}, …]}``: the folders' names; if two are equal, all are paths
-    relative to the common folder."""
+    """Return ``{"folders": [{"name": …}, …]}``: names, or if two are equal relative paths."""
     paths = [folder.store.directory.resolve() for folder in results]
     names = [path.name for path in paths]
     if len({*names}) < len(names):
@@ -282,8 +278,7 @@ EFFECT = ("kind", "estimate", "p", "p_holm", "mark", "documents", "low", "high")
 
 def _line(line: Row, *, seeds: bool = False) -> Json:
     """Return a row with its scores and effects, whose ``kind`` says whether numbers are in units of
-    the score or logarithms of ratios. Over ``seeds`` a mean of perplexities has no interval: that
-    of its effect is geometric."""
+    the score or logarithms of ratios. Over ``seeds`` a mean of perplexities has no interval."""
     effects = line.of("scores")
     ends = {
         name: dict(zip(("low", "high"), effect.score_interval(), strict=False))
@@ -352,8 +347,7 @@ def cell_page(store: Store, cell: int) -> Json:
 
 def documents(store: Store, cell: int, task: int) -> Json:
     """Return, for task number ``task`` of cell number ``cell``: ``outcomes`` and ``responses``
-    (None: not stored) by column, ``kl`` per document, and ``by_token``, the documents whose tokens
-    the record has."""
+    (None: not stored) by column, ``kl`` per document, ``by_token``: documents with tokens."""
     record, name = _record(store, cell), _task(store, task)
     page: Json = {
         "cell": record.cell,
@@ -393,8 +387,7 @@ def tokens(store: Store, cell: int, task: int, document: int) -> Json:
 
 
 def _tokens(store: Store, record: Record, task: str) -> pd.DataFrame | None:
-    """Return the divergences of a task, with the columns ``sample`` and ``agrees`` for answers;
-    None if the record has none."""
+    """Return the divergences of a task, for answers by ``sample`` with ``agrees``, or None."""
     if task == ANSWERS and ANSWERS in record.files:
         rows, _ = split_prompts(store.answers(record))
         return rows.assign(tokens=1)

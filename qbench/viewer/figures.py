@@ -99,9 +99,8 @@ def boxes(cells: Sequence[Analysis]) -> NamedFigures:
     if not cells:
         return
     figure, grid = _panels(len(cells), height=2.3)
-    reach = max(
-        max(-x.hidden.minimum, x.hidden.maximum) for cell in cells for x in cell.measured.layers
-    )
+    hidden = [layer.hidden for cell in cells for layer in cell.measured.layers]
+    reach = max(max(-each.minimum, each.maximum) for each in hidden)
     for place, (cell, (axes,)) in enumerate(zip(cells, grid, strict=True)):
         states = [layer.hidden for layer in cell.measured.layers]
         names = {"q1": "0.25", "med": "0.5", "q3": "0.75"}

@@ -289,8 +289,7 @@ def attn_bwd_dkdv(
     """Compute the gradients of a block of BLOCK_K keys and values, over all query heads that share
     them. ``head_counts``: key heads, and how many query heads share one. ``strides``: of q, k, v,
     dO, dk and dv. PRECISE: all weights of softpick by the series for e^x − 1, else where
-    ``needs_expm1`` has a flag. Other arguments as in :func:`attn_bwd_dq`, which has written
-    ``deltas``."""
+    ``needs_expm1`` has a flag. Others as in :func:`attn_bwd_dq`, which wrote ``deltas``."""
     kv_heads, group = head_counts
     q_strides, k_strides, v_strides, g_strides, dk_strides, dv_strides = strides
     q_tensor, g_tensor = (q_source, q_strides), (g_source, g_strides)

@@ -102,8 +102,7 @@ def load_tile(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr = True,
 ):  # fmt: skip
     """Return [ROWS, block(WIDTH)] from ``row`` on; zeros beyond the width, and beyond ``stop`` if
-    BOUNDED. ``tensor``: a pointer or a tensor descriptor of [B, H, T, D], and the strides of batch
-    row, head and row."""
+    BOUNDED. ``tensor``: a pointer or a tensor descriptor of [B, H, T, D], and its strides."""
     source, strides = tensor
     if isinstance(source, tl.tensor_descriptor):
         return source.load([batch, head, row, 0]).reshape(ROWS, block(WIDTH))
@@ -214,8 +213,7 @@ class Launch:
 
 class Describe:
     """Makes tensor descriptors of class ``kind`` with tiles of ``block_shape``, for tensors of the
-    same layout (see ``ops.has_tma_layout``), which Triton checks once. ``layout``: Gluon's, in
-    shared memory."""
+    same layout (see ``ops.has_tma_layout``), which Triton checks once. ``layout``: Gluon's."""
 
     def __init__(self, kind: type, block_shape: tuple[int, ...], *layout: Any) -> None:
         self.kind, self.block_shape, self.layout = kind, block_shape, layout

@@ -214,8 +214,7 @@ def recompute_p(e, y, floor, NORM: tl.constexpr, PRECISE: tl.constexpr):
 
 @triton.jit
 def score_gradient(e, s, dp, delta, NORM: tl.constexpr, FAST: tl.constexpr):
-    """Return dS, the gradients of the scores, from E, scores ``s``, dP = dO · v and D = dO · o
-    (``delta``).
+    """Return dS, the scores' gradients, from E, ``s``, dP = dO · v and D = dO · o (``delta``).
 
     Softpick's is equation 7 of its paper, dS = E · (step(x) dP − sign(x) D); a score of exactly 0,
     where the function has a kink, counts as negative. Like equation 7 it takes the e^m beside ε for
@@ -257,8 +256,7 @@ def exp2(y, FTZ: tl.constexpr):
 
 @triton.jit
 def expm1_near_zero(y):
-    """Return e^x − 1 for x = y · ln 2, |y| ≤ 1/4: seven terms of the series, right to 1e-9 of
-    itself."""
+    """Return e^x − 1 for x = y · ln 2, |y| ≤ 1/4: seven terms of the series, right to 1e-9."""
     x = y * LN_2
     return x * (
         1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x / 5040)))))
@@ -333,8 +331,7 @@ def load_s(head, s, FLAGS: tl.constexpr):
 
 @triton.jit
 def times_s_log_n(number, s_log_n, FLAGS: tl.constexpr):
-    """Return ``number`` of a head, qk_scale or slope, times s · log n of each row; without SCALED
-    as it is."""
+    """Return ``number``, a head's qk_scale or slope, with SCALED times s · log n of each row."""
     if SCALED & FLAGS:
         return number * s_log_n
     else:

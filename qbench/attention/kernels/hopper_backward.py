@@ -5,8 +5,7 @@ Gluon says which warps do what. One warp loads tiles ahead into a ring of buffer
 with barriers that say which are full and which are empty; two groups of four warps hold 64 rows
 each, and while one computes exponentials the tensor cores work for the other. What a tile's scores'
 gradients give is computed with the next tile's scores. Operands that stay are kept in registers
-where there is room: read from shared memory each time, they would take as much of its bandwidth as
-there is.
+where there is room, to spare the bandwidth of shared memory.
 
 ``fixed`` are a block's tiles that stay in shared memory, ``fixed_full`` their barrier; ``buffers``
 are the tiles of the ring, then its barriers; ``index`` is the group of warps, 0 or 1.
@@ -66,8 +65,7 @@ def causal_log2_length(rows, FLAGS: gl.constexpr):
 
 @gluon.jit
 def store_rows(out, x, first, batch, head, strides):
-    """Store ``x`` [ROWS, HEAD_DIM] to ``out`` from row ``first`` on. ``strides``: of batch row,
-    head and row."""
+    """Store ``x`` [ROWS, HEAD_DIM] to ``out``, of these ``strides``, from row ``first`` on."""
     rows = first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     pointers = out + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
@@ -132,8 +130,7 @@ def load_tiles(k_source, v_source, buffers, batch, kv_head, before, count):
 @gluon.jit
 def dq_loader(sources, fixed, buffers, fixed_full, lse_source, sizes, FLAGS: gl.constexpr):
     """Load the tiles of queries and of the output's gradients once, then all tiles of keys and
-    values that these queries see; these a second time if a row's D needs a sweep of its own
-    (``any_small``)."""
+    values that these queries see; twice if a row's D needs a sweep of its own (``any_small``)."""
     q_source, k_source, v_source, g_source = sources
     heads, group, length = sizes
     pair = gl.program_id(1)
@@ -375,8 +372,7 @@ def hopper_bwd_dq(
     2^−lse, D and, with SCALED, s · log n in units of the scores, by which D is multiplied.
     ``sizes``: query heads, query heads per key head, length; ``scales``: of dq, of scores in log2
     units, and before a soft cap's tanh; ``dparam_rows``, ``dsinks_rows``, ``dslopes_rows``,
-    ``sinks``, ``slopes``, ``s``: as in backward.py; ``strides``: of batch row, head and row, of
-    output and dq."""
+    ``sinks``, ``slopes``, ``s``: as in backward.py; ``strides``: of output and dq."""
     fixed, k_tiles, v_tiles, fixed_full, full, empty = allocate(
         k_source, q_source, STAGES, HEAD_DIM
     )
@@ -661,8 +657,7 @@ def hopper_bwd_dkdv(
 ):  # fmt: skip
     """Compute gradients of keys and values, by BLOCK_Q queries per tile. ``sizes``: key heads, how
     many query heads share one, length; ``scales``: see the queries' kernel; ``strides``: of dk and
-    dv. It is launched once PRECISE and once not; the launch that the forward pass's flags do not
-    need returns at once."""
+    dv. It is launched PRECISE and not; the launch that no flag needs returns at once."""
     if NEEDS_EXPM1 & FLAGS:
         flags = needs_expm1 + gl.program_id(1) * (sizes[2] // CHUNK) + gl.program_id(0) * 2
         gl.static_assert(BLOCK == 2 * CHUNK)

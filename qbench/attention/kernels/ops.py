@@ -111,9 +111,7 @@ def prepare(
         )
     scale = width**-0.5 if scale is None else scale
     if scale <= 0 or (softcap is not None and softcap <= 0):
-        raise ValueError(
-            f"scale and softcap must be positive, or None; they are {scale} and {softcap}"
-        )
+        raise ValueError(f"scale and softcap must be positive, not {scale} and {softcap}")
     settings = Settings(
         normalizer, scale, softcap or 0.0, causal, window or 0,
         max_seqlen_q or queries, max_seqlen_k or keys,
@@ -440,8 +438,7 @@ def described(tiles: tuple[Describe, ...] | None, *tensors: Tensor) -> tuple[Any
 
 def has_tma_layout(layout: Layout) -> bool:
     """Return whether the tensor memory accelerator can load a tensor of this layout: its start is
-    aligned to 16 bytes, and its first three strides are positive (not expanded) multiples of 16
-    bytes."""
+    aligned to 16 bytes, and its first three strides are positive multiples of 16 bytes."""
     size = layout.dtype.itemsize
     return layout.aligned and all(
         stride > 0 and stride * size % 16 == 0 for stride in layout.strides[:3]

@@ -54,8 +54,7 @@ def _sigmoids() -> str:
     """Return PTX for the sigmoid of LANES scores z.
 
     With a bias of −log n nearly all e = 2^z are small, and for e ≤ 1/32 e − e² is e / (1 + e) to
-    within 1e-3, half of bf16's rounding. Reciprocals are computed only if one of the scores is
-    above that.
+    within 1e-3, half of bf16's rounding. Reciprocals are computed only if a score is above.
     """
     fast = "".join(
         f"""

@@ -2,8 +2,7 @@
 
 ``seq_bounds``, int32 [S, 6], has one row per sequence: batch row, query start and end, key start
 and end (ends exclusive), and the shift: query row i stands at key row i + shift, which is what
-causality and windows go by. It holds what FlashAttention's ``cu_seqlens`` say, and padded batches
-too.
+causality and windows go by. It holds what ``cu_seqlens`` say, and padded batches too.
 """
 
 from __future__ import annotations

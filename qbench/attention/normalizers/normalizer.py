@@ -1,5 +1,4 @@
-"""The base class of normalizers, their registry, and the normalizer of scaled scores, which wraps
-another. Imports no torch."""
+"""The base class of normalizers, their registry, and that of scaled scores. Imports no torch."""
 
 from __future__ import annotations
 
@@ -73,13 +72,11 @@ class Kernels:
             raise ValueError(f"kernels have no score function {name!r}; they have {names}")
         if self.sink and name != "softmax":
             raise ValueError(
-                f"kernels have a sink only with the score function 'softmax', not {name!r}; set "
-                "sink=False"
+                f"kernels have a sink only with the score function 'softmax', not {name!r}"
             )
         if self.scaled and self.elementwise:
             raise ValueError(
-                f"kernels cannot scale logits with the elementwise score function {name!r}; set "
-                "scaled=False"
+                f"kernels cannot scale logits with the elementwise score function {name!r}"
             )
 
     @property
@@ -174,8 +171,7 @@ class Normalizer(ABC):
             tensor = given.get(parameter.name)
             if tensor is None and parameter.required:
                 raise UnavailableError(
-                    f"{self.name} attention needs its parameter {parameter.name!r} [{heads}], and "
-                    "none was given; pass it in parameters"
+                    f"{self.name} attention needs its parameter {parameter.name!r} [{heads}]"
                 )
             if tensor is not None and tuple(tensor.shape) != (heads,):
                 raise ValueError(
@@ -209,8 +205,7 @@ def register(normalizer: Normalizer) -> Normalizer:
 
 def log_lengths(scores: Tensor, allowed: Tensor | None, *, one_more: bool = False) -> Tensor:
     """Return log n for the n keys that each query may see by ``allowed`` (None: all), or with
-    ``one_more`` log (n + 1), in the dtype of ``scores`` [..., N], broadcastable to them; 0 for n =
-    0."""
+    ``one_more`` log (n + 1), in the dtype of ``scores`` [..., N], broadcastable; 0 for n = 0."""
     if allowed is None:
         lengths = scores.new_tensor(float(scores.shape[-1]))
     else:

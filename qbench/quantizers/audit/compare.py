@@ -65,9 +65,8 @@ def independence(
     length = probe.shape[1]
     lengths = sorted({max(1, n) for n in (length - CUT, length // 2, length // 4)})
     # Where activations are rounded to few bits, rounding alone moves every token as far.
-    other_shapes = (
-        [] if config.amplifies_rounding else [probe[:1], *(probe[:, :n] for n in lengths)]
-    )
+    cut = [probe[:1], *(probe[:, :n] for n in lengths)]
+    other_shapes = [] if config.amplifies_rounding else cut
     with ExitStack() as stack:
         for model in (original, quantized):
             stack.enter_context(row_by_row(model))
@@ -86,9 +85,8 @@ def independence(
                 if moved > rounding and config.batch_invariant:  # only if it can decide
                     unchanged, *changed = logits(original, *texts)
                     tolerance += LEEWAY * _most(unchanged, changed, watched)
-            return BatchDependence(
-                moved=moved, tolerance=tolerance, declared=not config.batch_invariant
-            )
+            declared = not config.batch_invariant
+            return BatchDependence(moved=moved, tolerance=tolerance, declared=declared)
 
         causality = dependence(LAST_TOKEN, EARLIER)
         batch_mates = dependence(OTHER_ROWS, FIRST_ROW)
@@ -193,8 +191,7 @@ def audit(
     row_by_row: RowByRow = nullcontext,
     progress: Advance = lambda done, total: None,
 ) -> Audit:
-    """Compare ``quantized`` with its ``original``, on one device. ``original`` may be changed and
-    must not be used afterwards.
+    """Compare ``quantized`` with its ``original``, on one device, which may be changed.
 
     ``probe``: token ids [B, T] of a text on which quantization must move the logits.
     ``row_by_row``: a context in which no row of a model's attention changes the last bits of

@@ -203,9 +203,8 @@ def _changed_matrices(
         load_block(quantized, matrix.name)
         weight = after[matrix.name].weight if matrix.name in after else None
         if dtype and (weight is None or type(weight.data) is not Tensor or weight.dtype != dtype):
-            lines.append(
-                f"{matrix.name}: not a plain weight in {str(dtype).removeprefix('torch.')}"
-            )
+            kind = str(dtype).removeprefix("torch.")
+            lines.append(f"{matrix.name}: not a plain weight in {kind}")
         elif weight is None or not _same(weight, matrix.weight):
             what = "not the original weights" if dtype else "neither quantized nor the original"
             lines.append(f"{matrix.name}: {what}")
@@ -493,8 +492,7 @@ def read_weight(
 ) -> tuple[Tensor, float]:
     """Return the weight that the forward pass of ``module`` multiplies by, and the size of the
     inputs that it was read with: 1, unless a copy rounds its inputs and the weight is too far from
-    ``matrix``. A static scale may clip such inputs, or round them to few levels; then the best of
-    several sizes is taken."""
+    ``matrix``. A static scale may clip such inputs; then the best of several sizes is taken."""
     original, best = matrix.weight, None
     if getattr(settings, "activations", None) is None:
         return forward_weight(module, original.shape[1], original.dtype), 1.0
@@ -592,8 +590,7 @@ def _squares(prefix: str, tensor: Tensor, expected: Tensor) -> dict[str, Tensor]
 
 
 def relative_error(error_squared: float, norm_squared: float) -> float:
-    """Return ‖y − x‖ / ‖x‖ of the sums of squares ‖y − x‖² and ‖x‖²; infinite if one is not finite,
-    or if x is 0 and y is not."""
+    """Return ‖y − x‖ / ‖x‖ of the sums of squares ‖y − x‖² and ‖x‖²; infinite if undefined."""
     if not math.isfinite(error_squared) or not math.isfinite(norm_squared):
         return math.inf
     if not norm_squared:

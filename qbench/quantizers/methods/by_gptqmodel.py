@@ -1,5 +1,4 @@
-"""Copies that GPTQModel makes with its own defaults, but for the sizes of groups and batches, and
-for ParoQuant's training."""
+"""Copies by GPTQModel with its own defaults, but for group and batch sizes, and ParoQuant."""
 
 from __future__ import annotations
 

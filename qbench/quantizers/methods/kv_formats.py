@@ -1,7 +1,6 @@
 """Settings of KV caches of few bits.
 
-A scale is shared by a head's channels of one token (or a part of them), or by all keys, and all
-values, of a layer.
+A scale is of a head's channels of one token (or a part of them), or of all keys or values.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ class KVCache(Settings):
         if config.get("kv_lora_rank"):
             raise RecipeError(
                 f"kv_cache: {self.name}: this model's cache holds latent vectors instead of keys "
-                "and values (multi-head latent attention), which no KV quantizer here takes; leave "
-                "kv_cache out"
+                "and values (multi-head latent attention); leave kv_cache out"
             )
         width, group = head_dim(config), self.group_size
         if width is not None and group != WHOLE_ROW and width % group:

@@ -33,8 +33,7 @@ maker = partial(register, ignore=((),))  # a library quantizes all layers
 @settings
 class LibraryMade(WeightSettings):
     """Settings of a maker. The first of ``requirements`` is the library's distribution; ``extra``:
-    of qbench's, which installs it. ``softmax_only``: the library computes softmax, whatever the
-    checkpoint was trained with."""
+    of qbench's, which installs it. ``softmax_only``: the library computes softmax alone."""
 
     prequantized: ClassVar[bool] = True
     needs_calibration = True
