@@ -75,6 +75,20 @@ def test_workers_import_torchs_compiler_when_it_is_used_only(tmp_path):
     assert used == "2.0"
 
 
+def test_loading_a_model_imports_no_sympy():
+    """A second, for the sizes of a rotary embedding's tensors on the meta device."""
+    said = python(
+        "import sys, qbench.runner.preload, torch\n"
+        "from qbench.recipe import Recipe\nfrom qbench.plan import plan\n"
+        "from qbench.cell import load\n"
+        "demo = plan(Recipe.load('recipes/demo.yaml'), device='cpu')\n"
+        "model = load(demo.cells[0], demo)\n"
+        "with torch.device('meta'): print('sympy' in sys.modules, torch.arange(2).device)\n"
+        "print(model.model.rotary_emb.inv_freq[:2].tolist())"
+    )
+    assert said == "False meta\n[1.0, 0.5623413324356079]\n"
+
+
 def test_workers_import_lm_eval_beside_weights_their_fork_server_before():
     code = "import multiprocessing, sys, qbench.runner.preload; print(*sys.modules)"
     assert "qbench.cell_tasks" in python(code).split()

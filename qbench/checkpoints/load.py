@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -165,7 +166,11 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     try:
         # initial weights are overwritten, so their random state does not matter
         unset = {"reset_parameters": lambda layer: None}  # embeddings' imports torch's compiler
-        with patch.multiple(nn.Linear, **unset), patch.multiple(nn.Embedding, **unset):
+        # a rotary embedding's numbers on the meta device, made again later, import SymPy: a second
+        with torch.device("meta"):
+            torch.empty(0)  # PyTorch notes which functions its context is for: not the one below
+        arange = patch.object(torch, "arange", partial(torch.arange, device="cpu"))
+        with patch.multiple(nn.Linear, **unset), patch.multiple(nn.Embedding, **unset), arange:
             model, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
                 config=_config(checkpoint),
