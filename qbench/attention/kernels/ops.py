@@ -567,5 +567,8 @@ def apply(
     tensor subclass looks into it, else directly."""
     plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     if plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
+        if not torch.is_grad_enabled():
+            mask, seq_bounds = mask_or_bounds(mask, seq_bounds, seq_count)
+            return forward(query, key, value, mask, seq_bounds, parameters, settings)[0]
         return _Eager.apply(query, key, value, mask, seq_bounds, seq_count, *parameters, settings)
     return attention(query, key, value, mask, seq_bounds, seq_count, *parameters, *settings)[0]
