@@ -227,9 +227,9 @@ class Scorer(LM):
         vocabulary = model.config.get_text_config().vocab_size
         self._embedded = len(model.get_input_embeddings().weight)
         self._by_kernel = self._device.type == "cuda" and self.hflm.softmax_dtype == torch.float32
-        # Logits and log-probabilities of 4 bytes each, and a copy; by kernels two models' logits.
+        # Logits and log-probabilities of 4 bytes each, and a copy; by kernels 1 GiB of logits.
         self._rows_at_once = max(16, LOG_PROBABILITY_BYTES // (12 * vocabulary))
-        self._more_by_kernel = max(1, 6 // model.dtype.itemsize)
+        self._more_by_kernel = max(1, 24 // model.dtype.itemsize)
         self._product = probe_matmul(self.head.linear, model.dtype, self._device)
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
