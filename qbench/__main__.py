@@ -12,7 +12,7 @@ import psutil
 from qbench.errors import INTERRUPTED, STOPPED
 from qbench.machine import tidy_memory_seldom
 
-ELSEWHERE = {"cpu", "--cluster", "--help"}  # words of a run that needs no GPU here
+ELSEWHERE = {"--cluster", "--help"}  # words of a run that needs no processes here
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
             from qbench.runner.workers import start_early
 
             with suppress(OSError):  # said when the run starts its processes
-                start_early()
+                start_early(sys.argv)
         from qbench.cli.app import main as command
 
         command()

@@ -103,7 +103,7 @@ def launch(
     slots = []
     if cluster is None and device_map is None:
         slots = gpu_slots(gpus, workers, launcher.device, at_most=cells)
-    if not slots or launcher.device != "cuda":
+    if not slots:
         drop_early()
     if cluster is not None:
         if importlib.util.find_spec("distributed") is None:

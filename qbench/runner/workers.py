@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import re
+import signal
 import sys
 import tempfile
 import threading
@@ -62,6 +64,26 @@ def _environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
 
 
+def _share(processes: int) -> AbstractContextManager[None]:
+    """Give each of ``processes`` that start in the body, and its children, a share of the cores:
+    too many threads slow each other down."""
+    return _environment("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+
+
+def _start_server(processes: int) -> bool:
+    """Start Python's fork server, unless it runs, which imports in the background what so many
+    ``processes`` need; return whether this system has one."""
+    # the path of its socket has at most 107 bytes
+    short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
+    if sys.platform != "linux" or not short:
+        return False
+    _start_tracker()
+    with interrupts_blocked(), _share(processes):
+        get_context("forkserver").set_forkserver_preload([PRELOAD])
+        forkserver.ensure_running()
+    return True
+
+
 class LostExecutorError(BrokenExecutor):
     """A whole executor is gone, not only one of its processes; the message names the remedy."""
 
@@ -76,17 +98,14 @@ class Workers(Executor):
 
     def __init__(self, slots: Sequence[int], *, device: str) -> None:
         assert slots
-        # transformers starts the GPU's driver when it is imported, and no fork can use it then; the
-        # path of the fork server's socket has at most 107 bytes
-        short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
-        self._forked = sys.platform == "linux" and device == "cpu" and short
-        # too many threads slow each other down: a process, and its children, have a share of cores
-        share = partial(_environment, "OMP_NUM_THREADS", str(max(1, cores() // len(slots))))
+        if device == "cpu":
+            if _shares != [len(slots)]:  # or processes would have too few threads
+                drop_early()
+            _shares.clear()
+        # transformers starts the GPU's driver when it is imported, and no fork can use it then
+        self._forked = device == "cpu" and _start_server(len(slots))
+        share = partial(_share, len(slots))
         _start_tracker()
-        if self._forked:  # the fork server imports in the background what workers need
-            with interrupts_blocked(), share():
-                get_context("forkserver").set_forkserver_preload([PRELOAD])
-                forkserver.ensure_running()
         self._ended = threading.Event()
         method = "forkserver" if self._forked else "spawn"
         self._new_slot = partial(_Slot, method=method, ended=self._ended, share=share)
@@ -207,26 +226,33 @@ class _Slot:
 
 
 _early: list[_Slot] = []  # at most one, that no Workers has taken yet
+_shares: list[int] = []  # of how many processes a fork server is that no Workers has taken yet
 
 
-def start_early() -> None:
+def start_early(words: Sequence[str]) -> None:
     """Start and preload the process on GPU 0 of the next ``Workers`` now, if there is a GPU, beside
     the imports of the command itself: nothing else before a cell takes as long as the process's
-    own. Whoever calls this calls ``drop_early`` at the end."""
-    if not visible_gpus():
-        return
-    _start_tracker()
-    share = partial(_environment, "OMP_NUM_THREADS", str(max(1, cores() // CELLS_PER_GPU)))
-    slot = _Slot(0, method="spawn", ended=threading.Event(), share=share)
-    slot._pool = slot._start()
-    slot._pool.submit(preload)
-    _early.append(slot)
+    own. On a CPU start the fork server of several processes. ``words``: of the command line.
+    Whoever calls this calls ``drop_early`` at the end."""
+    if "cpu" not in words and visible_gpus():
+        _start_tracker()
+        share = partial(_share, CELLS_PER_GPU)
+        slot = _Slot(0, method="spawn", ended=threading.Event(), share=share)
+        slot._pool = slot._start()
+        slot._pool.submit(preload)
+        _early.append(slot)
+    elif count := re.search(r" --workers[ =]0*([2-9]|[1-9]\d+) ", f" {' '.join(words)} "):
+        _shares.extend([int(count[1])] * _start_server(int(count[1])))
 
 
 def drop_early() -> None:
-    """End the process of ``start_early`` if no ``Workers`` has taken it."""
+    """End the process or the fork server of ``start_early`` if no ``Workers`` has taken it."""
     while _early:
         _early.pop().kill()
+    if _shares:
+        _shares.clear()
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # while it imports
+        forkserver._forkserver._stop()
 
 
 def _start_tracker() -> None:

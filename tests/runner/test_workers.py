@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from concurrent.futures import BrokenExecutor
+from multiprocessing import forkserver
 
 import pytest
 
@@ -169,7 +170,7 @@ def test_more_processes_share_a_gpu_whose_memory_holds_more_cells(monkeypatch):
 @pytest.fixture
 def early(monkeypatch):
     monkeypatch.setattr(workers, "visible_gpus", lambda: ["a GPU"])
-    start_early()
+    start_early(["run"])
     [slot] = workers._early
     yield {process.pid for process in slot._processes}
     drop_early()
@@ -186,6 +187,27 @@ def test_one_that_no_run_takes_is_ended(early):
         assert executor.submit(os.getpid).result(timeout=PATIENCE) not in early
     drop_early()
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in early))
+
+
+@pytest.mark.parametrize("words", ["--workers 2", "--device cpu --workers=2", "--workers 3"])
+def test_the_fork_server_of_as_many_processes_is_started_early(monkeypatch, words):
+    forkserver._forkserver._stop()
+    monkeypatch.setattr(workers, "visible_gpus", tuple)
+    start_early(["run", *words.split()])
+    server = forkserver._forkserver._forkserver_pid
+    with Workers([0, 0], device="cpu") as executor:
+        assert executor.submit(os.getppid).result(timeout=PATIENCE) != os.getpid()
+        assert (forkserver._forkserver._forkserver_pid == server) == words.endswith("2")
+    start_early(["run", "--workers", "1"])
+    assert not workers._shares
+
+
+def test_a_fork_server_that_no_run_takes_is_ended(monkeypatch):
+    forkserver._forkserver._stop()
+    monkeypatch.setattr(workers, "visible_gpus", tuple)
+    start_early(["run", "--workers", "2"])
+    drop_early()
+    assert forkserver._forkserver._forkserver_pid is None
 
 
 def test_a_run_that_is_refused_leaves_no_process_to_wait_for(early, monkeypatch, tmp_path):
