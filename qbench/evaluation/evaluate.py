@@ -80,7 +80,8 @@ SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split
 ORIGIN_KEYS = {"custom_dataset", "dataset_kwargs", "metadata", "tag", *SPLIT_KEYS}
 TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "process_results")
 KEPT = 256  # tasks in memory
-PRINTED = re.compile(r"\{\{\s*(\w+)\s*\}\}")  # a field that a template prints as it is
+# fields that a template prints as they are
+printed = functools.cache(re.compile(r"\{\{\s*(\w+)\s*\}\}").findall)
 INDEXES = ("label", "gold")  # usual names of the field that says which choice is right
 TEXTS = ("answerKey", "answer")  # and of those that say it in words
 
@@ -389,7 +390,7 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
             continue
         rolling = of_target and task.OUTPUT_TYPE == "loglikelihood_rolling"
         # A field that is printed as it is: null, [] and {} would be printed as Python does
-        for field_ in [template] if template in document else PRINTED.findall(template):
+        for field_ in [template] if template in document else printed(template):
             if field_ not in document:
                 continue
             value = document[field_]

@@ -35,6 +35,7 @@ from qbench.records import (
     Divergence,
     Ratio,
 )
+from qbench.statistics.panel import score_error
 from qbench.store import REMEDY, baseline_file, head_key, task_key, verify_baseline
 
 
@@ -307,8 +308,8 @@ def distributions(measured: pd.DataFrame) -> Distributions:
     documents."""
     kl, document = measured["kl"].to_numpy(), measured["document"].to_numpy()
     # tokens of one document are not independent
-    _, indexes = np.unique(document, return_inverse=True)
-    of_documents = ratio(np.bincount(indexes, kl.astype(np.float64)), np.bincount(indexes))
+    tokens, sums = np.bincount(document), np.bincount(document, kl.astype(np.float64))
+    of_documents = ratio(sums[tokens > 0], tokens[tokens > 0])
     p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))
     return Distributions(
         tokens=len(kl),
@@ -359,7 +360,5 @@ def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
     value = float(values.sum()) / total
     error = None
     if count > 1 and weights.max() < total:
-        from qbench.statistics.panel import score_error  # SciPy: slow to import
-
         error = score_error(values.astype(float), weights.astype(float), "mean")
     return Ratio(value=value, stderr=error, documents=count)

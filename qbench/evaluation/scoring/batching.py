@@ -86,15 +86,14 @@ class Requests:
 
 def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> Requests:
     """Return a request per (context ids, continuation ids, owner) of ``parts``."""
-    parts, contexts, pieces = list(parts), dict[int, array](), list[array]()
-    for context, continuation, _ in parts:
-        if (shared := contexts.get(id(context))) is None:  # by several requests, often
-            shared = contexts[id(context)] = array("I", context)
-        pieces += shared, array("I", continuation)
-    sizes = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)).reshape(-1, 2)
-    tokens = np.frombuffer(b"".join(pieces), dtype=np.int32)
-    owners = np.asarray([owner for *_, owner in parts], dtype=np.int64)
-    return Requests(tokens, sizes.sum(axis=1), sizes[:, 0], owners)
+    tokens, sizes = list[int](), list[tuple[int, int, int]]()
+    for context, continuation, owner in parts:
+        tokens += context
+        tokens += continuation
+        sizes.append((len(context), len(continuation), owner))
+    contexts, scored, owners = np.asarray(sizes, dtype=np.int64).reshape(-1, 3).T
+    ids = np.frombuffer(array("I", tokens), dtype=np.int32)  # a quarter of NumPy's time for a list
+    return Requests(ids, contexts + scored, contexts, owners)
 
 
 @dataclass(frozen=True, slots=True)
