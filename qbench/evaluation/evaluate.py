@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -439,16 +440,13 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
     return None
 
 
-RESPONSE_DTYPES = {
-    "document": "int64", "request": "int64", "log_likelihood": "float64", "greedy": bool,
-    "cut": "int64",
-}  # fmt: skip
+RESPONSE_DTYPES = ("str", "int64", "int64", "float64", bool, object, object, "int64")
 Response = tuple[str, int, int, float, bool, str | None, str | None, int]
-NUMBERS = bool | int | float | np.number | np.bool_
+NUMBERS = (bool, int, float, np.number, np.bool_)
 ALL_ANSWERS = {"TakeKFilter", "MajorityVoteFilter", "CustomFilter"}  # take all drawn answers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sample:
     """One document under one of the task's filters."""
 
@@ -557,9 +555,10 @@ def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     for sample in samples:
         for metric, value in sample.metrics.items():
             name = _name(metric, sample.filter)
-            pair = value if isinstance(value, list | tuple) and len(value) == 2 else (value, 1.0)
-            if all(isinstance(number, NUMBERS) for number in pair):
-                rows.append((task.name, sample.document, name, float(pair[0]), float(pair[1])))
+            of_two = isinstance(value, (list, tuple)) and len(value) == 2
+            number, weight = value if of_two else (value, 1.0)
+            if isinstance(number, NUMBERS) and isinstance(weight, NUMBERS):
+                rows.append((task.name, sample.document, name, float(number), float(weight)))
             if metric in sample.variances:
                 name, value = variance_name(name), sample.variances[metric]
                 rows.append((task.name, sample.document, name, value, 1.0))
@@ -765,7 +764,7 @@ def _judged(task: Any, limit: int | None) -> Iterator[_Sample]:
     for instance in task.instances:
         requests[instance.doc_id].append(instance)
     for instances in requests.values():
-        instances.sort(key=lambda instance: instance.idx)
+        instances.sort(key=attrgetter("idx"))
     for name in task.instances[0].filtered_resps:
         for number, document in task.doc_iterator(rank=0, limit=limit, world_size=1):
             instances = requests[number]
@@ -875,7 +874,8 @@ def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
                     place = sample.document, request * len(answers) + repeat
                     rows.append(text_response(task, *place, None, answer))
                 elif repeat == 0:
-                    value, greedy = answer if isinstance(answer, list | tuple) else (answer, False)
+                    with_greedy = isinstance(answer, (list, tuple))
+                    value, greedy = answer if with_greedy else (answer, False)
                     number = float(value), bool(greedy)
                     rows.append((task, sample.document, request, *number, None, None, 0))
         for request, (taken, answers) in enumerate(zip(sample.filtered, sample.resps, strict=True)):
@@ -889,8 +889,9 @@ def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
 def response_table(rows: Sequence[Response]) -> pd.DataFrame:
     """Return ``rows``, such as ``text_response`` gives, as a table with the columns
     ``RESPONSE_COLUMNS``."""
-    table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS)).astype(RESPONSE_DTYPES)
-    return table.astype({"answer": object, "filter": object})
+    columns = zip(*rows, strict=True) if rows else itertools.repeat(())
+    series = map(pd.Series, columns, itertools.repeat(None), RESPONSE_DTYPES)
+    return pd.DataFrame(dict(zip(RESPONSE_COLUMNS, series, strict=True)))
 
 
 def text_response(
