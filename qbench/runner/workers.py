@@ -7,6 +7,8 @@ On GPUs, and without a fork server, each process imports by itself while the run
 from __future__ import annotations
 
 import ctypes
+import functools
+import gc
 import importlib
 import os
 import re
@@ -264,7 +266,17 @@ def _start_tracker() -> None:
 
 def _with_state(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """Call ``fn`` in a worker process; return its result, and whether the GPU is broken now."""
-    return fn(*args, **kwargs), broken_device() is not None
+    state = fn(*args, **kwargs), broken_device() is not None
+    _freeze_objects()
+    return state
+
+
+@functools.cache
+def _freeze_objects() -> None:
+    """Take all objects that the first call leaves, of libraries above all, out of later looks for
+    garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def begin(gpu: int | None) -> None:
