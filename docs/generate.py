@@ -84,6 +84,7 @@ def pair(name: str) -> pd.DataFrame:
     correction over all of them. A cell of two folders counts once; scores at chance are not
     tested."""
     numbers = pd.read_csv(ROOT / "docs" / "numbers.csv")
+    numbers = numbers.astype(dict.fromkeys(numbers.select_dtypes("str"), object))  # quicker to take
     rows = numbers[numbers.folder.isin(PAIRS[name])].drop_duplicates(KEYS).copy()
     rows["kind"] = [
         next((kind for kind, names in KINDS.items() if re.fullmatch(names, str(quantizer))), "")
@@ -108,10 +109,16 @@ def scores(name, task, metric) -> pd.DataFrame:
 
 
 @lru_cache(None)
-def select(name, task, metric, checkpoint, quantizer) -> pd.DataFrame:
+def by_quantizer(name, task, metric) -> dict[str, pd.DataFrame]:
+    """Return the rows of one score by quantizer, "" of none."""
     rows = scores(name, task, metric)
-    of_quantizer = rows.quantizer.isna() if quantizer is None else rows.quantizer == quantizer
-    return rows[of_quantizer & rows.checkpoint.fillna("").str.fullmatch(checkpoint)]
+    return dict(iter(rows.groupby(rows.quantizer.fillna(""))))
+
+
+@lru_cache(None)
+def select(name, task, metric, checkpoint, quantizer) -> pd.DataFrame:
+    rows = by_quantizer(name, task, metric).get(quantizer or "", pair(name)[:0])
+    return rows[[bool(re.fullmatch(checkpoint, str(one))) for one in rows.checkpoint.fillna("")]]
 
 
 def find(name, task, metric, checkpoint, quantizer=None) -> pd.Series:
@@ -266,11 +273,19 @@ def same_sign(name, seeds) -> tuple[int, int]:
 
 
 @lru_cache(None)
+def kl_table(name, task) -> pd.DataFrame:
+    """Return the logarithms of the KL [precisions, checkpoints]."""
+    rows = scores(name, task, "kl")
+    return rows.pivot(index="quantizer", columns="checkpoint", values="value").map(math.log)
+
+
+@lru_cache(None)
 def kl_gaps(name, kind, one="softpick", base="softmax", quantizer="", task="all") -> pd.DataFrame:
     """Return the logarithms of the KL of ``one`` over that of ``base``, [precisions, seeds]."""
     rows = scores(name, task, "kl")
-    rows = rows[rows.quantizer == quantizer if quantizer else rows.kind == kind]
-    table = rows.pivot(index="quantizer", columns="checkpoint", values="value").map(math.log)
+    chosen = {quantizer} if quantizer else {*rows.quantizer[rows.kind == kind]}
+    table = kl_table(name, task)
+    table = table[table.index.isin(chosen)].dropna(axis=1, how="all")
     seeds = [column[len(one) :] for column in table if column.split(".")[0] == one]
     gaps = [table[one + seed] - table[base + seed] for seed in seeds]
     return pd.concat(gaps, axis=1) if gaps else pd.DataFrame(index=table.index, dtype=float)
@@ -574,6 +589,7 @@ def gptq_library() -> list[dict[str, object]]:
     return rows
 
 
+@lru_cache
 def budgets() -> list[dict[str, Any]]:
     """Return the results of `qbench budget`, one per folder results/budget-NAME."""
     results = []

@@ -76,6 +76,14 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture(scope="module")
+def few_rounds():
+    """Of 10,000 rounds of each bootstrap, where their number does not matter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qbench.statistics.intervals.ROUNDS", 500)
+        yield
+
+
 @pytest.fixture
 def dynamo(monkeypatch):
     """With torch's compiler, which other tests do without."""

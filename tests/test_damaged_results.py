@@ -1,16 +1,19 @@
 """A changed byte in a results folder is never another number, and never a traceback."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from synthetic import make_store
 
+from qbench import records
+from qbench import store as store_module
 from qbench.errors import DamagedError, NewerSchemaError
+from qbench.files import temporary
 from qbench.gate import baseline
 from qbench.records import RESPONSE_COLUMNS, write_record
 from qbench.store import Store
@@ -167,52 +170,35 @@ def test_a_foreign_grid_that_is_of_nothing_is_refused(results, changes, words):
         Store(results / "grid").manifest()
 
 
-# In a process for each folder: puts a record again with other outcomes, and ends like a killed
-# process at the n-th write.
-DIE_AT = """
-import os, sys
-from pathlib import Path
-from qbench import records, store as store_module
-from qbench.files import temporary
-
-def put_and_die(number, folder):
-    store = store_module.Store(folder)
-    record = store.records()[-1]
-    changed, responses = store.outcomes(record), store.responses(record)
-    write, written = store_module.write_atomically, []
+@pytest.mark.parametrize("last", range(4))
+def test_a_run_killed_at_any_write_of_a_forced_cell_leaves_the_old_or_the_new_one(
+    results, monkeypatch, last
+):
+    """Two tables, then the record."""
+    store, written = Store(results / "grid"), []
+    record, cell = store.records()[-1], store.manifest().cells[-1]
+    old, write = store.outcomes(record), store_module.write_atomically
 
     def counted(path, payload):
-        if len(written) == number:
-            temporary(path).write_bytes(payload[:10])
-            os._exit(9)
+        if len(written) == last:
+            half = temporary(path)
+            gone = half.name.replace(f".{os.getpid()}.", ".4194305.")  # more than Linux has
+            half.with_name(gone).write_bytes(payload[:10])
+            raise KeyboardInterrupt
         written.append(path)
         write(path, payload)
 
-    store_module.write_atomically = records.write_atomically = counted
-    store.put(record, changed.assign(value=changed["value"] + 1.0), responses)
-    os._exit(0)
-
-for number, folder in enumerate(sys.argv[1:]):
-    if os.fork() == 0:
-        put_and_die(number, Path(folder))
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
-
-
-def test_a_run_killed_at_any_write_of_a_forced_cell_leaves_the_old_or_the_new_one(whole, tmp_path):
-    folders = [shutil.copytree(whole / "grid", tmp_path / str(number)) for number in range(4)]
-    ended = subprocess.check_output([sys.executable, "-c", DIE_AT, *folders], text=True)
-    assert ended.split() == ["9", "9", "9", "0"]  # two tables, then the record
-    good = Store(whole / "grid")
-    old = good.outcomes(good.records()[-1])
-    for number, folder in enumerate(folders):
-        store = Store(folder)
-        cell = store.manifest().cells[-1]
-        found = store.outcomes(store.get_valid(cell))
-        shift = 1.0 if number == 3 else 0.0
-        pd.testing.assert_frame_equal(found, old.assign(value=old["value"] + shift))
-        store.put(store.get(cell), old, RESPONSES)
-        left = store.path(store.get(cell)).parent.glob("*.parquet")
-        assert sorted(path.suffixes[-2] for path in left) == [".outcomes", ".responses"]
-        store.put_manifest(store.manifest())
-        assert not list(folder.rglob(".*.tmp")), "its temporary file was left"
+    for module in (store_module, records):
+        monkeypatch.setattr(module, "write_atomically", counted)
+    with suppress(KeyboardInterrupt):
+        store.put(record, old.assign(value=old["value"] + 1.0), RESPONSES)
+    monkeypatch.undo()
+    assert len(written) == last
+    found = store.outcomes(store.get_valid(cell))
+    shift = 1.0 if last == 3 else 0.0
+    pd.testing.assert_frame_equal(found, old.assign(value=old["value"] + shift))
+    store.put(store.get(cell), old, RESPONSES)
+    left = store.path(store.get(cell)).parent.glob("*.parquet")
+    assert sorted(path.suffixes[-2] for path in left) == [".outcomes", ".responses"]
+    store.put_manifest(store.manifest())
+    assert not list(results.rglob(".*.tmp")), "its temporary file was left"

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
+@pytest.mark.slow  # in a process: test_kept_tasks; of processes: runner/test_grid
 def test_a_run_killed_while_it_scores_goes_on_and_loses_no_finished_cell(tmp_path):
     path = small_recipe(tmp_path, evaluation={"limit": 20}, tasks=["demo_lastword"])
     out = tmp_path / "out"

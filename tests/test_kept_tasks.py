@@ -53,10 +53,13 @@ def assert_same(records, store, others, other_store):
 
 
 def test_a_task_that_is_added_is_scored_alone_and_gives_what_a_fresh_run_gives(run, tmp_path):
-    """One that is forced or damaged is scored again."""
+    """A run that is killed keeps the tasks that are done; one that is forced or damaged is scored
+    again."""
     assert run(TASKS[0])[1] == [TASKS[0]] * 2
+    with pytest.raises(KeyboardInterrupt):
+        run(*TASKS, out="more", killed=TASKS[2])
     records, scored = run(*TASKS, out="more")
-    assert scored == [*TASKS[1:]] * 2
+    assert scored == [TASKS[2], *TASKS[1:]]
     fresh, scored = run(*TASKS, out="fresh", cache="other")
     assert scored == [*TASKS] * 2
     assert records[1].damage.tasks[TASKS[2]].distributions.kl.mean > 0
@@ -65,14 +68,6 @@ def test_a_task_that_is_added_is_scored_alone_and_gives_what_a_fresh_run_gives(r
     for path in (tmp_path / "cache" / "tasks").glob("*.outcomes.parquet"):
         path.write_bytes(b"damaged")
     assert run(*TASKS[:2], out="again")[1] == [*TASKS[:2]] * 2
-
-
-def test_a_run_that_is_killed_keeps_the_tasks_that_are_done(run, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        run(*TASKS, killed=TASKS[2])
-    records, scored = run(*TASKS)
-    assert scored == [TASKS[2], *TASKS]
-    assert [len(record.damage.tasks) for record in records if record.damage] == [3]
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -32,7 +32,7 @@ def results(tmp_path_factory):
             quantizers=["fp32", {"name": "sign-1bit", "gain": 0.9, "label": "signs"},
                         {"name": "gptq-4bit", "group_size": 64}],
             calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32},
-            tasks=["demo_choice", "demo_pages"],
+            tasks=["demo_choice"],
         ).directory  # fmt: skip
 
 

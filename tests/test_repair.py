@@ -14,7 +14,7 @@ def qbench(tmp_path, command, monkeypatch, capfd):
     """Runs a command on the results folder; its exit code and what it said."""
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
     alone = {"checkpoints": {"softpick": str(DEMO / "softpick")}, "tasks": ["demo_lastword"]}
-    path = small_recipe(tmp_path, **alone, evaluation={"limit": 3, "damage": False})
+    path = small_recipe(tmp_path, **alone, evaluation={"limit": 3})
 
     def call(name: str, *more: str) -> tuple[int | str | None, str]:
         # kept tasks would give back what a folder lost
@@ -51,14 +51,7 @@ def test_damaged_files_are_told_of_and_made_again_and_the_others_stay(qbench, tm
         assert (store.directory / "tables.md").read_bytes() == tables
         assert whole.stat().st_mtime_ns == left
         assert len(store.records()) == 2
-
-
-def test_a_damaged_base_is_told_of_and_made_again(qbench, tmp_path):
-    recipe = tmp_path / "small.yaml"
-    recipe.write_text(recipe.read_text().replace("damage: false", "damage: true"))
-    assert qbench("run")[0] == 0
-    (record,) = tmp_path.glob("out/records/softpick/rtn-4bit/*.json")
-    whole = json.loads(record.read_bytes())
+    damage = json.loads(record.read_bytes())["damage"]
     rows = min(
         tmp_path.glob("cache/distributions/*.safetensors"), key=lambda path: path.stat().st_size
     )
@@ -67,12 +60,14 @@ def test_a_damaged_base_is_told_of_and_made_again(qbench, tmp_path):
     code, said = qbench("run")
     assert code == 0
     assert f"fp32: made again, since softpick/rtn-4bit needs it: {rows}: its content" in said
-    assert json.loads(record.read_bytes())["damage"] == whole["damage"]
+    assert json.loads(record.read_bytes())["damage"] == damage
 
 
 def test_a_plan_says_that_a_cell_without_damage_is_run_after_the_one_it_needs(qbench, tmp_path):
+    """And, under a tightened tolerance, what is run again."""
     recipe = tmp_path / "small.yaml"
-    recipe.write_text(recipe.read_text().replace("damage: false", "damage: true"))
+    text = recipe.read_text().replace("limit: 3", "limit: 3\n  scoring: fast")
+    recipe.write_text(text)
     assert qbench("run", "--only", "*/rtn-4bit")[0] == 0
     (alone,) = Store(tmp_path / "out").records()
     assert "run that cell first, then this one" in alone.damage.reason
@@ -83,6 +78,8 @@ def test_a_plan_says_that_a_cell_without_damage_is_run_after_the_one_it_needs(qb
     assert "2 of 2 cells were run" in qbench("run")[1]
     assert set(Store(tmp_path / "out").records()[1].damage.tasks) == {"demo_lastword"}
     assert qbench("plan")[1].count("finished  softpick/") == 2
+    recipe.write_text(text.replace("limit: 3", "limit: 3\n  tolerance: {mean: 1.0e-12}"))
+    assert qbench("plan")[1].count("to retry  softpick/") == 2
 
 
 def test_a_cache_that_cannot_be_written_to_is_refused_before_work_begins(
@@ -94,13 +91,3 @@ def test_a_cache_that_cannot_be_written_to_is_refused_before_work_begins(
     assert code == 2
     assert f"$QBENCH_CACHE {tmp_path}/file/cache: cannot be written to" in said
     assert not (tmp_path / "out").exists()
-
-
-def test_a_plan_under_a_tightened_tolerance_says_what_is_run_again(qbench, tmp_path):
-    recipe = tmp_path / "small.yaml"
-    text = recipe.read_text().replace("limit: 3", "limit: 3\n  scoring: fast")
-    recipe.write_text(text)
-    assert qbench("run")[0] == 0
-    assert qbench("plan")[1].count("finished  softpick/") == 2
-    recipe.write_text(text.replace("limit: 3", "limit: 3\n  tolerance: {mean: 1.0e-12}"))
-    assert qbench("plan")[1].count("to retry  softpick/") == 2

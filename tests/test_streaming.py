@@ -32,7 +32,7 @@ def results(folder, monkeypatch, option, *options, **changes):
     monkeypatch.setenv("QBENCH_CACHE", str(folder / f"cache{option}"))
     out = folder / f"out{option}"
     options = ("--only", "softpick/*", "--out", out, option, *options)
-    run_small(folder, *options, calibration=CALIBRATION, **changes)
+    run_small(folder, *options, calibration=CALIBRATION, tasks=["demo_choice"], **changes)
     store = Store(out)
     return [(r, store.outcomes(r), store.responses(r)) for r in store.records()]
 
@@ -148,7 +148,7 @@ def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch, r
             places.append(place), at(own, place, after, *args, **kwargs))[1],
     )  # fmt: skip
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-    settings = {"quantizers": QUICK, "calibration": CALIBRATION}
+    settings = {"quantizers": QUICK, "calibration": CALIBRATION, "tasks": ["demo_choice"]}
     settings["evaluation"] = {"limit": 3, "device_map": "auto"}
     store = run_small(tmp_path, "--only", "softpick/*", **settings)
     for (one, *_), over in zip(resident, store.records(), strict=True):

@@ -10,7 +10,9 @@ from qbench.attention import kernels, reference
 from qbench.attention.kernels.varlen import packed_bounds
 
 
-@pytest.mark.parametrize("case", [*QUICK, *WHOLE], ids=str)
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in WHOLE)], ids=str
+)
 def test_output_and_gradients_are_the_papers_formulas(case, monkeypatch):
     """In float64, in chunks of few queries."""
     monkeypatch.setattr(reference, "CHUNK_SCORES", 512)

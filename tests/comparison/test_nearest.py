@@ -15,6 +15,7 @@ from qbench.records import Part, Precision
 from qbench.statistics import Column
 from qbench.tables import WIDTH, summary
 
+pytestmark = pytest.mark.usefixtures("few_rounds")
 QUANTIZERS = ("bf16", "hqq-4bit", "bnb-4bit", "rtn-4bit", "gptq-4bit")
 LEVELS = {"hqq-4bit": 0.02, "bnb-4bit": 0.02, "rtn-4bit": 0.03, "gptq-4bit": 0.4}
 

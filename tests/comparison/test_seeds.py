@@ -33,7 +33,7 @@ def covers(result):
 
 
 PARTS = [(0.1, 1.0, 1.0), (0.3, 0.3, 1.0), (0.0, 1.0, 1.0), (0.2, 1.0, 0.3), (1.0, 1.0, 1.0)]
-QUICK = [(2, PARTS[0]), (3, PARTS[0]), (3, PARTS[1])]
+QUICK = [(2, PARTS[0]), (3, PARTS[1])]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ CACHES = (
     ("normalizer", "name", "looks", "chunk", "cache"),
     [
         ("softmax", "sums", 8, 8192, None),
-        *(("softpick", *case, None) for case in (("trivia", 1, 50), ("story", 1, 8192))),
+        ("softpick", "trivia", 1, 50, None),
+        pytest.param("softpick", "story", 1, 8192, None, marks=pytest.mark.slow),
         *(("softpick", "trivia", 1, 11, cache) for cache in CACHES),
     ],
 )  # fmt: skip

@@ -87,7 +87,8 @@ def test_a_file_is_a_column_like_any_other(files, tmp_path):
     prompts.write_text('{"prompt": "In the old town of"}\n{"prompt": "The baker of"}\n')
     answers = {"prompts": str(prompts), "max_new_tokens": 12, "samples": 2}
     recipe = small_recipe(tmp_path, checkpoints={"base": str(DEMO / "softmax")},
-                          quantizers=["fp32", *columns], answers=answers)  # fmt: skip
+                          quantizers=["fp32", *columns], answers=answers,
+                          tasks=["demo_pages"])  # fmt: skip
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
     records = {record.quantizer: record for record in Store(tmp_path / "out").records()}
     tokens = load_answers(tmp_path / "out").groupby("quantizer")

@@ -20,8 +20,14 @@ def both(model, **changes):
     return [scorer(model, mode, **changes) for mode in ("lm-eval", "exact")]
 
 
-@pytest.mark.parametrize("bos", [False, True, None], ids=["no bos", "bos", "as the tokenizer"])
-@pytest.mark.parametrize("kind", KINDS)
+LONG = "context longer than max_length"
+
+
+@pytest.mark.parametrize(
+    ("kind", "bos"),
+    [(kind, False) for kind in KINDS]
+    + [(kind, bos) for kind in ("multiple choice", "empty context", LONG) for bos in (True, None)],
+)
 def test_log_likelihoods_equal_those_of_hflm(kind, bos):
     """To the bit where HFLM has the same batches. Its cache of logits reads a shorter continuation
     at the wrong place if another request splits the same input elsewhere."""
@@ -205,8 +211,10 @@ def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
         ask(ours, choices(2))
 
 
-@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
-@pytest.mark.parametrize("sink_tokens", [None, 0, 2])
+@pytest.mark.parametrize(
+    ("normalizer", "sink_tokens"),
+    [("softmax", None), ("softmax", 0), ("softpick", None), ("softpick", 2)],
+)
 def test_batches_that_are_joined_give_hflms_bits(normalizer, sink_tokens):
     """Beginnings that texts share are computed once; batches of few tokens stay alone."""
     model = llama(attention=f"qbench-{normalizer}-reference")

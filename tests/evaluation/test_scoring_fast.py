@@ -139,7 +139,11 @@ def test_a_batch_that_runs_out_of_memory_is_halved_and_nothing_is_lost(mode):
     assert lm.report().halvings > 0
 
 
-@pytest.mark.parametrize("requests", [choices(6), pages((30, 50, 20))], ids=["choices", "pages"])
+@pytest.mark.parametrize(
+    "requests",
+    [choices(6), pytest.param(pages((30, 50, 20)), marks=pytest.mark.slow)],
+    ids=["choices", "pages"],
+)
 def test_scores_beyond_the_tolerance_are_exact_by_auto_which_is_said_and_refused_by_name(requests):
     exact, fast = scorers(llama(dtype=torch.bfloat16), batch_size=3)
     auto = scorer(

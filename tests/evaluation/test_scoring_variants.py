@@ -159,7 +159,9 @@ def test_divergences_are_of_capped_logits():
     torch.testing.assert_close(kl, expected[-len(kl) :], rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("activations", ["int8-tensor", "fp8-tensor"])
+@pytest.mark.parametrize(
+    "activations", ["int8-tensor", pytest.param("fp8-tensor", marks=pytest.mark.slow)]
+)
 def test_a_pack_is_a_batch_of_what_shares_a_scale(activations):
     """Its scores lie within the noise of batches of exact ones, and the record says how far."""
     entry = {"activations": activations}

@@ -27,6 +27,8 @@ from qbench.gate import baseline, check, verdict
 from qbench.gate.verdict import GateResult, Verdict, as_markdown, parse_margins
 from qbench.store import Store, extract, pack
 
+pytestmark = pytest.mark.usefixtures("few_rounds")
+
 
 @pytest.fixture(scope="module")
 def nearly(tmp_path_factory):

@@ -357,6 +357,16 @@ def changed(copy: Path, folder: Path, change, **config) -> Path:
     return folder
 
 
+def two_blocks(source: Path, folder: Path, **config) -> Path:
+    """The first two blocks of a bundled model."""
+
+    def first(tensors):
+        for name in [name for name in tensors if "layers.2." in name or "layers.3." in name]:
+            del tensors[name]
+
+    return changed(source, folder, first, num_hidden_layers=2, **config)
+
+
 def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
     """``source``, a Llama or a Mixtral of transformers, as llama.cpp's converter writes it, every
     matrix of its layers in the type ``kind``; skips where the libraries are not there."""

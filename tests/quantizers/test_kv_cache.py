@@ -80,16 +80,6 @@ def test_generation_attends_to_what_scoring_attends_to(scheme, kind, normalizer)
     assert (plain - scored).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_packed_texts_score_as_they_do_alone(scheme):
-    model = model_of("llama", "softpick", scheme)
-    first, second = ids(1, 13), ids(1, 22, seed=3)
-    positions = torch.cat([torch.arange(13), torch.arange(22)])[None]
-    packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
-    assert_equal(packed[:, :13], model(first, use_cache=False).logits)
-    assert_equal(packed[:, 13:], model(second, use_cache=False).logits)
-
-
 def test_masks_that_do_not_say_where_sequences_begin_are_refused():
     parts = torch.randn(3, 1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
     dense, padding = torch.ones(1, 1, 9, 9).bool().tril(), torch.ones(1, 9, dtype=torch.long)

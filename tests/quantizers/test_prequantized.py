@@ -15,7 +15,16 @@ import transformers
 import yaml
 from lm_eval.models.huggingface import HFLM
 from packaging.version import Version
-from published_copies import awq, changed, copy_of, experts, nearly_ternary, original, with_biases
+from published_copies import (
+    awq,
+    changed,
+    copy_of,
+    experts,
+    nearly_ternary,
+    original,
+    two_blocks,
+    with_biases,
+)
 from quantizer_models import needs_vnni
 from small_recipe import DEMO, qbench, small_recipe
 from torchao import quantization as torchao
@@ -39,8 +48,8 @@ ROUNDS_CACHES = Version(transformers.__version__).release < (5, 24)
 # groups off the file: the audit finds those right.
 OLDER = Version(transformers.__version__).release < (5, 23)
 MORE_FORMATS = (
-    "bnb-int8", "torchao-int8", "ct-fp8", "ct-w4a16-asym", "ct-fp8-block", "fp8", "mxfp8", "metal",
-    "gemma",
+    "bnb-int8", "torchao-int8", "ct-fp8", "ct-w4a16", "ct-w4a16-asym", "ct-fp8-block", "ct-nvfp4",
+    "fp8", "mxfp8", "metal", "gemma",
 )  # fmt: skip
 WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-fp8-block", "ct-nvfp4")
 
@@ -49,15 +58,10 @@ FOLDER = Path(tempfile.mkdtemp(prefix="qbench-copies-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
-def first_blocks(tensors):
-    for name in [name for name in tensors if re.search(r"layers\.[23]\.", name)]:
-        del tensors[name]
-
-
 @cache
 def whole():
     """Return the folder of the bundled model's first two blocks as transformers' Llama."""
-    return changed(original(FOLDER / "llama"), FOLDER / "whole", first_blocks, num_hidden_layers=2)
+    return two_blocks(original(FOLDER / "llama"), FOLDER / "whole")
 
 
 @cache
@@ -93,7 +97,7 @@ def audited(run_plan, name="base/copy"):
     [
         *(
             pytest.param(name, marks=needs_vnni if name == "torchao-w8a8" else ())
-            for name in ("bnb-nf4", "torchao-w8a8", "ct-w4a16", "ct-w8a8", "ct-nvfp4", "gptq")
+            for name in ("bnb-nf4", "torchao-w8a8", "ct-w8a8", "gptq")
         ),
         *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FORMATS),
     ],
@@ -127,7 +131,7 @@ def test_a_copy_of_bitnet_is_two_bits_and_rounds_inputs_to_eight(tmp_path):
     assert (precision.weights.bits, precision.activations.bits) == (2, 8)
 
 
-@pytest.mark.parametrize("largest", [1.0, 0.2])
+@pytest.mark.parametrize("largest", [pytest.param(1.0, marks=pytest.mark.slow), 0.2])
 def test_inputs_beyond_a_copy_s_static_scale_are_not_held_against_it(
     largest, tmp_path, monkeypatch
 ):
@@ -309,10 +313,7 @@ def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, tm
 
 def test_another_models_copy_fails_its_audit(tmp_path):
     """Of the softpick model's weights, said to be of a softmax model: the shapes are the same."""
-    other = changed(
-        DEMO / "softpick", tmp_path / "other", first_blocks, attn_impl="parallel_attn",
-        num_hidden_layers=2,
-    )  # fmt: skip
+    other = two_blocks(DEMO / "softpick", tmp_path / "other", attn_impl="parallel_attn")
     result, _ = audited(planned(tmp_path, copies("bnb-nf4"), checkpoint=other))
     assert not result.passed
     assert any("its embeddings: 1.2 off the original's, as" in line for line in result.problems)

@@ -202,24 +202,6 @@ def test_cells_of_an_executor_that_is_lost_fail_at_once_and_say_so(tmp_path):
     assert {record.error for record in records} == {"the cluster was lost; start it"}
 
 
-def test_cells_that_take_longest_begin_first(tmp_path):
-    begun = []
-
-    class Listing(Lost):
-        def submit(self, fn, name, **settings):
-            begun.append(name)
-            return super().submit(fn, name, **settings)
-
-    names = ["fp32", "rtn-4bit", "hqq-4bit", "gptq-4bit", "int8-tensor"]
-    plan_ = planned(
-        tmp_path, checkpoints={"softmax": str(DEMO / "softmax")}, quantizers=names,
-        calibration=TEXT, evaluation={"limit": 3, "scoring": "fast"},
-    )  # fmt: skip
-    run_cells(plan_, out=tmp_path / "out", executor=Listing())
-    order = ("fp32", "int8-tensor", "gptq-4bit", "hqq-4bit", "rtn-4bit")
-    assert begun == [f"softmax/{name}" for name in order]
-
-
 def test_of_the_cells_that_are_ready_when_a_process_is_free_the_longest_begins(tmp_path):
     """Not those that were ready first."""
     names = ["fp32", "int8-tensor", "rtn-4bit", "gptq-4bit"]

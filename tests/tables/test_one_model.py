@@ -18,6 +18,7 @@ from qbench.tables import render, summary
 from qbench.text import MINUS
 from qbench.viewer.data import Results
 
+pytestmark = pytest.mark.usefixtures("few_rounds")
 SIZES = {"arc_easy": 60, "lambada_openai": 80, "wikitext": 9}
 COLUMNS = ("bf16", "gptq-4bit", "hqq-4bit", "hqq-2bit")
 KL = {"gptq-4bit": 0.02, "hqq-4bit": 0.021, "hqq-2bit": 0.9}

@@ -12,6 +12,7 @@ from qbench.comparison.rows import training_notes
 from qbench.records import Trained
 from qbench.tables import render, table_files
 
+pytestmark = pytest.mark.usefixtures("few_rounds")
 SIZES = {"arc_easy": 120, "wikitext": 30}
 GROUPS = {
     name: tuple(f"{name}.{number}" for number in (1, 2, 3)) for name in ("softmax", "softpick")

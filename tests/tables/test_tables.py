@@ -19,6 +19,7 @@ from qbench.store import Store
 from qbench.tables import COLUMNS, render, score_tables
 from qbench.tables.scores import by_method
 
+pytestmark = pytest.mark.usefixtures("few_rounds")
 SMALL = {"arc_easy": 53, "lambada_openai": 71, "wikitext": 7}
 
 

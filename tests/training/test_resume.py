@@ -1,20 +1,13 @@
-"""A training that is stopped, or killed, ends with the same bits as one that is not."""
+"""A training that is stopped, or breaks off, ends with the same bits as one that is not."""
 
 import json
-import os
 import resource
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from qbench.checkpoints import find
 from qbench.errors import CheckpointError, OutputError, TrainingError
-
-ROOT = Path(__file__).parents[2]
+from qbench.training.loop import Trainer
 
 
 def weights(out, run="softpick-seed3"):
@@ -26,33 +19,26 @@ def steps_logged(out):
     return [{**json.loads(line), "tokens_per_s": None} for line in log]
 
 
-def test_a_killed_training_goes_on_and_ends_with_the_same_bits(
-    tmp_path, train, trained, recipe_file
+def test_a_training_that_breaks_off_goes_on_and_ends_with_the_same_bits(
+    tmp_path, train, trained, monkeypatch
 ):
-    """Killed when its first state is there, after 10 of 40 steps."""
-    whole, killed, settings = trained[0], tmp_path / "killed", {"normalizers": ["softpick"]}
-    command = [sys.executable, "-m", "qbench", "train", recipe_file(**settings), "--out", killed]
-    state = killed / "softpick-seed3" / "state" / "last.safetensors"
-    with open(tmp_path / "output", "w") as output:
-        process = subprocess.Popen(
-            [*command, "--device", "cpu"], stdout=output, stderr=output,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        try:
-            deadline = time.monotonic() + 120
-            while not state.is_file():
-                assert process.poll() is None, (tmp_path / "output").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-    assert not (killed / "softpick-seed3" / "training.json").exists()
-    [record] = train(killed, **settings)
-    assert len(record.sessions) == 2
-    assert 0 < record.sessions[1].first_step < 40
-    assert weights(killed) == weights(whole)
-    assert steps_logged(killed) == steps_logged(whole)
+    """At step 15 of 40: its state is of step 10, and its log is ahead of that."""
+    append, settings = Trainer._append, {"normalizers": ["softpick"]}
+
+    def breaks(trainer, kind, step, **values):
+        append(trainer, kind, step, **values)
+        if step == 15:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_append", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, **settings)
+    monkeypatch.undo()
+    assert not (tmp_path / "softpick-seed3" / "training.json").exists()
+    [record] = train(tmp_path, **settings)
+    assert [session.first_step for session in record.sessions] == [0, 10]
+    assert weights(tmp_path) == weights(trained[0])
+    assert steps_logged(tmp_path) == steps_logged(trained[0])
 
 
 @pytest.mark.parametrize("first", [1, pytest.param(7, marks=pytest.mark.slow)])

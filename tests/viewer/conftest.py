@@ -74,14 +74,6 @@ class Running:
         self.server.server_close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_rounds():
-    """Of 10,000 rounds of each bootstrap: pages look the same. Other folders' tests keep 10,000."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qbench.statistics.intervals.ROUNDS", 500)
-        yield
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("viewer") / "<b>&grid"

@@ -23,6 +23,7 @@ from qbench.viewer.data import Results, WholeStore
 from qbench.viewer.server import write_site
 
 PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
+pytestmark = pytest.mark.usefixtures("few_rounds")
 
 
 def test_the_overview_has_the_effects_of_the_comparison(folder):
@@ -103,6 +104,13 @@ def test_a_damaged_record_is_named_and_takes_nothing_from_the_others(tmp_path):
     assert any("damaged" in problem and path.name in problem for problem in shown["problems"])
 
 
+@pytest.fixture(scope="module")
+def analyses(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    shutil.unpack_archive(PAIR / "records.tar.xz", folder, filter="data")
+    return folder / "analysis"
+
+
 @pytest.mark.parametrize(
     "pattern",
     ["records/softpick/hqq-2bit/*.json", "records/softmax/hqq-2bit/*.outcomes.parquet",
@@ -110,11 +118,9 @@ def test_a_damaged_record_is_named_and_takes_nothing_from_the_others(tmp_path):
      "records/softmax/hqq-2bit/*.divergences.parquet",
      "analysis/softmax/bf16/*.json"],
 )  # fmt: skip
-def test_what_is_published_is_intact_or_not_made(folder, tmp_path, pattern):
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    shutil.unpack_archive(PAIR / "records.tar.xz", tmp_path / "pair", filter="data")
-    shutil.copytree(tmp_path / "pair" / "analysis", copy / "analysis")
+def test_what_is_published_is_intact_or_not_made(folder, analyses, tmp_path, pattern):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    shutil.copytree(analyses, copy / "analysis")
     (path,) = copy.glob(pattern)
     path.write_bytes(path.read_bytes()[:-9] + b"damaged }")
     before = sorted(copy.rglob("*"))

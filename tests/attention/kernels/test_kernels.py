@@ -1,6 +1,7 @@
 """The kernels in Triton's interpreter, in float32."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -50,7 +51,11 @@ def claims():
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=SLOW if case.normalizer.endswith("-next") else ()) for case in EACH]
+    # a sink and a scale of softmax's are in the next test
+    [
+        pytest.param(case, marks=SLOW if re.search("-next|-sink|e-softmax", str(case)) else ())
+        for case in EACH
+    ]
     + [pytest.param(case, marks=SLOW) for case in (*QUICK[len(EACH) :], *WHOLE)],
     ids=str,
 )
@@ -67,7 +72,7 @@ def test_a_learned_sink_and_a_scale_have_gradients_of_their_own(claims):
     assert wrong(errors(Case(normalizer="sunk-scaled", slopes=True), by_kernels)) == {}
 
 
-@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+@pytest.mark.parametrize("normalizer", [pytest.param("softmax", marks=SLOW), "softpick"])
 def test_a_call_does_not_depend_on_what_was_called_before(normalizer):
     """With one tensor for several arguments, of the same layout."""
     case = Case(normalizer=normalizer, shape=(1, 1, 1, 70, 70, 16))
@@ -94,7 +99,7 @@ def launched_without_a_maximum(monkeypatch):
 
 
 @pytest.mark.usefixtures("launched_without_a_maximum")
-@pytest.mark.parametrize("scores", [1.0, 1e-4, 60.0])
+@pytest.mark.parametrize("scores", [pytest.param(1.0, marks=SLOW), 1e-4, 60.0])
 @pytest.mark.parametrize(
     "normalizer",
     [
