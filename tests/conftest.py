@@ -36,11 +36,12 @@ def pytest_collection_finish() -> None:
 
 # What takes longest begins first, so that no process is left alone with it at the end.
 LONGEST = (
-    "test_prequantized.py", "test_budget.py", "test_browser.py", "test_interrupted.py",
-    "test_resume.py", "test_compiled.py", "test_docs.py", "test_grid.py", "test_repair.py",
-    "test_breakages.py", "test_startup.py", "test_analyze.py", "test_export_model.py",
-    "test_kernels.py", "test_workers.py", "test_kept_tasks.py", "test_dask.py", "test_plugins.py",
-    "test_streaming.py", "test_data.py", "test_scoring_variants.py",
+    "test_prequantized.py", "test_browser.py", "test_grid.py", "test_startup.py", "test_budget.py",
+    "test_kernels.py", "test_analyze.py", "test_export_model.py", "test_interrupted.py",
+    "test_dask.py", "test_scoring_exact.py", "test_generation.py", "test_compiled.py",
+    "test_run.py", "test_docs.py", "test_quantize.py", "test_scoring_variants.py", "test_check.py",
+    "test_kept_tasks.py", "test_scoring_fast.py", "test_audit.py", "test_llamacpp.py",
+    "test_bench_evaluation.py", "test_workers.py", "test_resume.py", "test_evaluate.py",
 )  # fmt: skip
 
 
@@ -68,6 +69,15 @@ def command(monkeypatch):
         return end.value.code
 
     return run
+
+
+@pytest.fixture(scope="session")
+def two_blocks(tmp_path_factory):
+    """The first two blocks of the bundled softpick model, whose cells take less time."""
+    from published_copies import first_blocks
+    from small_recipe import DEMO
+
+    return first_blocks(DEMO / "softpick", tmp_path_factory.mktemp("blocks") / "softpick")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from loading import load_model
-from published_copies import copy_of, original, two_blocks
+from published_copies import copy_of, first_blocks, original
 from small_recipe import DEMO, qbench
 from tiny import tiny_model
 
@@ -211,11 +211,9 @@ def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float
     assert measured - floor < 2 * cost
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The option for the first two blocks of a bundled model."""
-    folder = two_blocks(DEMO / "softpick", tmp_path_factory.mktemp("budget") / "m")
-    return "--checkpoint", f"m={folder}"
+@pytest.fixture
+def checkpoint(two_blocks):
+    return "--checkpoint", f"m={two_blocks}"
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -299,7 +297,7 @@ def test_gptq_costs_are_those_of_layers_that_are_calibrated_alone(
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_peer_is_compared_on_the_same_documents_a_copy_or_the_best_uniform_column(tmp_path):
-    whole = two_blocks(original(tmp_path / "llama"), tmp_path / "whole")
+    whole = first_blocks(original(tmp_path / "llama"), tmp_path / "whole")
     copy = copy_of(whole, "fp8", tmp_path / "fp8")
     options = ("--methods", "bnb-4bit", "--bits", 5, "--peers", "bnb-4bit", "--length", 16,
                "--texts", 2, "--limit", 20, "--quantized", f"fp8={copy}")  # fmt: skip

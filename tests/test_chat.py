@@ -52,7 +52,9 @@ def test_keys_hold_what_is_asked_and_nothing_where_nothing_is(tmp_path):
 
 def test_tables_say_how_prompts_were_made(tmp_path):
     asked = {"apply_chat_template": True, "system_instruction": "Be brief."}
-    store = run_small(tmp_path, **changes(chat_checkpoint(tmp_path / "chat"), **asked))
+    store = run_small(
+        tmp_path, quantizers=["fp32"], **changes(chat_checkpoint(tmp_path / "chat"), **asked)
+    )
     shown = (store.directory / "tables.md").read_text()
     assert (
         "- Prompts: by the model's chat template, few-shot examples as turns of their own" in shown

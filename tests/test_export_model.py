@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from published_copies import first_blocks
 from quantizer_models import llama, make
 from small_recipe import DEMO, run_small
 
@@ -27,7 +28,8 @@ def measured(folder, quantizer, checkpoint="softmax", device="cpu"):
     """Return the store and the record of one finished cell of the bundled model."""
     entry = {**({"name": quantizer} if isinstance(quantizer, str) else quantizer), "label": "mine"}
     store = run_small(
-        folder, "--device", device, checkpoints={"base": str(DEMO / checkpoint)},
+        folder, "--device", device,
+        checkpoints={"base": str(first_blocks(DEMO / checkpoint, folder / "two blocks"))},
         quantizers=[entry], tasks=["demo_pages"], evaluation={"limit": 1, "damage": False},
         calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 64},
         compute_dtype="bfloat16",

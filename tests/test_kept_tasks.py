@@ -14,7 +14,7 @@ TASKS = ("demo_choice", "demo_lastword", "demo_pages")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch, two_blocks):
     """Run tasks in a cache; return the records and the (cell, task) pairs that were scored."""
     scored = []
     ask = qbench.cell_tasks.ask
@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
         run_tasks.killed = killed
         scored.clear()
         recipe = small_recipe(
-            tmp_path, tasks=list(tasks), checkpoints={"a": str(DEMO / "softpick")},
+            tmp_path, tasks=list(tasks), checkpoints={"a": str(two_blocks)},
             evaluation={"limit": 2}, quantizers=["fp32", "rtn-4bit"],
         )  # fmt: skip
         planned = plan(Recipe.load(recipe), device="cpu")

@@ -10,7 +10,7 @@ SHORT = ("--device", "cpu", "--samples", 2, "--length", 32)
 def analyzed(tmp_path_factory):
     """A recipe, and a results folder with its unquantized cells analyzed."""
     folder = tmp_path_factory.mktemp("analyzed")
-    path, out = small_recipe(folder), folder / "out"
+    path, out = small_recipe(folder, tasks=["demo_pages"]), folder / "out"
     assert qbench("analyze", path, "--out", out, *SHORT) == 0
     return path, out
 

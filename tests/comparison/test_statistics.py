@@ -67,11 +67,10 @@ def coverage(case, pages, simulations):
     ("case", "pages"),
     [
         ("less on long pages", 62),
-        ("one length", 20),
         *(
             pytest.param(case, pages, marks=pytest.mark.slow)
             for case in LENGTHS
-            for pages in (16, 62, 200)
+            for pages in (16, 20, 62, 200)
         ),
     ],
 )

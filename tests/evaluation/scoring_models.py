@@ -57,7 +57,7 @@ def llama(
         vocab_size=400,
         hidden_size=32 * heads,
         intermediate_size=160,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         max_position_embeddings=512,

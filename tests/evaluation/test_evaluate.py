@@ -174,7 +174,10 @@ def assert_same(found, results, name):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "first_shots")) for name in TASKS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("first_shots", "zero_shot")))
+        for name in TASKS
+    ],
 )
 def test_a_task_gives_what_simple_evaluate_gives_to_the_bit(folder, name):
     chosen = settings("exact", max_length=900, limit=6)

@@ -30,17 +30,18 @@ def change(data, task, line, **fields):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, capfd):
-    """A continuation that is longer than the context; the other tasks, and damage, are kept."""
+def test_what_cannot_be_loaded_or_scored_costs_its_task_alone(tmp_path, data, capfd):
+    """A continuation that is longer than the context; a column of texts that holds a list in one
+    row, which datasets refuses. The other task, and damage, are kept."""
     change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
+    change(data, "demo_lastword", 2, text=["a"])
     store = run_small(tmp_path, data=str(data), checkpoints=SOFTPICK, code=1)
     for record in store.records():
         assert record.status == "ok"
-        assert {score.task for score in record.scores} == {"demo_lastword", "demo_pages"}
-        (named,) = record.failed_tasks.items()
-        assert named[0] == "demo_choice"
-        assert "does not fit into evaluation.max_length" in named[1]
-    assert set(record.damage.tasks) == {"demo_lastword", "demo_pages"}
+        assert {score.task for score in record.scores} == {"demo_pages"}
+        assert record.failed_tasks.keys() == {"demo_choice", "demo_lastword"}
+        assert "does not fit into evaluation.max_length" in record.failed_tasks["demo_choice"]
+        assert re.match("demo_lastword: .*test.jsonl", record.failed_tasks["demo_lastword"])
     assert record.damage.tasks["demo_pages"].distributions.kl.mean > 0
     tables = (store.directory / "tables.md").read_text()
     assert "demo_choice: failed: a continuation of" in tables
@@ -53,26 +54,26 @@ def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, 
     assert (record.cell, "demo_pages: scored exactly: fast is 0.06 off") in found
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("  - metric: f1\n", r"demo_choice: f1 cannot be computed \(ValueError: T.*; leave this"),
-        ("process_results: !function judge.fails\n", r"demo_choice: its answers .*'nothing'"),
-    ],
-)
-def test_a_metric_that_cannot_be_computed_costs_its_task_alone(tmp_path, change, words):
+def test_a_metric_that_cannot_be_computed_costs_its_task_alone(tmp_path):
     """f1 is of two classes in lm-eval; demo_choice has four answers."""
-    shutil.copytree(DEMO / "tasks", tmp_path / "tasks")
-    (tmp_path / "tasks" / "judge.py").write_text("def fails(doc, results):\n    doc['nothing']\n")
-    path = tmp_path / "tasks" / "demo_choice.yaml"
-    path.write_text(path.read_text().replace("metadata:", f"{change}metadata:"))
+    tasks = shutil.copytree(DEMO / "tasks", tmp_path / "tasks")
+    (tasks / "judge.py").write_text("def fails(doc, results):\n    doc['nothing']\n")
+    for name, line in (
+        ("demo_choice", "  - metric: f1\n"),
+        ("demo_lastword", "process_results: !function judge.fails\n"),
+    ):
+        path = tasks / f"{name}.yaml"
+        path.write_text(path.read_text().replace("metadata:", f"{line}metadata:"))
     store = run_small(
-        tmp_path, tasks=["demo_choice", "demo_lastword"], quantizers=["fp32"], code=1,
-        definitions=str(tmp_path / "tasks"), checkpoints=SOFTPICK, evaluation={"limit": 12},
+        tmp_path, quantizers=["fp32"], code=1, definitions=str(tasks), checkpoints=SOFTPICK,
+        evaluation={"limit": 12},
     )  # fmt: skip
     (record,) = store.records()
-    assert {score.task for score in record.scores} == {"demo_lastword"}
+    assert {score.task for score in record.scores} == {"demo_pages"}
+    words = r"demo_choice: f1 cannot be computed \(ValueError: T.*; leave this"
     assert re.match(words, record.failed_tasks["demo_choice"])
+    words = "demo_lastword: its answers .*'nothing'"
+    assert re.match(words, record.failed_tasks["demo_lastword"])
 
 
 def test_a_score_is_a_number_of_numpy_too(tmp_path):
@@ -87,15 +88,6 @@ def test_a_score_is_a_number_of_numpy_too(tmp_path):
     model = scorer(tiny_model("opt"), "exact")
     scores = evaluate(model, task, model.settings).scores
     assert {score.metric for score in scores} == {"perplexity", "acc"}
-
-
-def test_a_file_that_cannot_be_loaded_costs_its_task_alone(tmp_path, data):
-    """A column of texts that holds a list in one row, which datasets refuses."""
-    change(data, "demo_choice", 2, query=["a"])
-    changes = {"quantizers": ["fp32"], "checkpoints": SOFTPICK, "code": 1}
-    (record,) = run_small(tmp_path, data=str(data), **changes).records()
-    assert {score.task for score in record.scores} == {"demo_lastword", "demo_pages"}
-    assert re.match("demo_choice: .*test.jsonl", record.failed_tasks["demo_choice"])
 
 
 def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):

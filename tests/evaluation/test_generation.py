@@ -184,7 +184,7 @@ def test_what_is_not_greedy_is_left_to_lm_eval_and_the_record_says_so(kwargs, re
 def test_keys_of_generation_config_are_obeyed_as_by_hflm(key, value, by_transformers, monkeypatch):
     """Whether answers are decoded in slots or by transformers."""
     model = llama()
-    requests = [prompt(text(i, 5), i, until=[], max_gen_toks=8) for i in range(3)]
+    requests = [prompt(text(i, 8), i, until=[], max_gen_toks=8) for i in range(3)]
     plain = scorer(llama(), "exact").generate_until(requests)
     setattr(model.generation_config, key, value)
     lm = scorer(model, "exact")

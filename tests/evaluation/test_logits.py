@@ -13,7 +13,7 @@ DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the interpreter's, of NaN
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocabulary", [300, 5_001, *([32_000, 50_257] * (DEVICE == "cuda"))])
+@pytest.mark.parametrize("vocabulary", [300, 2_501, *([32_000, 50_257] * (DEVICE == "cuda"))])
 def test_sums_and_divergences_are_those_of_float64(vocabulary, dtype):
     torch.manual_seed(vocabulary)
     before = 3 * torch.randn(7, vocabulary, device=DEVICE)

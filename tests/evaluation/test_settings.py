@@ -147,7 +147,9 @@ NOISE = {
 }
 
 
-@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize(
+    "noise", [pytest.param(n, marks=[pytest.mark.slow] * (n != "heavy tails")) for n in NOISE]
+)
 @pytest.mark.parametrize(
     ("by_bias", "scatter", "bias", "passing", "documents"),
     [

@@ -357,7 +357,7 @@ def changed(copy: Path, folder: Path, change, **config) -> Path:
     return folder
 
 
-def two_blocks(source: Path, folder: Path, **config) -> Path:
+def first_blocks(source: Path, folder: Path, **config) -> Path:
     """The first two blocks of a bundled model."""
 
     def first(tensors):

@@ -20,9 +20,9 @@ from published_copies import (
     changed,
     copy_of,
     experts,
+    first_blocks,
     nearly_ternary,
     original,
-    two_blocks,
     with_biases,
 )
 from quantizer_models import needs_vnni
@@ -61,7 +61,7 @@ atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 @cache
 def whole():
     """Return the folder of the bundled model's first two blocks as transformers' Llama."""
-    return two_blocks(original(FOLDER / "llama"), FOLDER / "whole")
+    return first_blocks(original(FOLDER / "llama"), FOLDER / "whole")
 
 
 @cache
@@ -313,7 +313,7 @@ def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, tm
 
 def test_another_models_copy_fails_its_audit(tmp_path):
     """Of the softpick model's weights, said to be of a softmax model: the shapes are the same."""
-    other = two_blocks(DEMO / "softpick", tmp_path / "other", attn_impl="parallel_attn")
+    other = first_blocks(DEMO / "softpick", tmp_path / "other", attn_impl="parallel_attn")
     result, _ = audited(planned(tmp_path, copies("bnb-nf4"), checkpoint=other))
     assert not result.passed
     assert any("its embeddings: 1.2 off the original's, as" in line for line in result.problems)

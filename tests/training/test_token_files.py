@@ -108,13 +108,6 @@ def test_a_folder_that_is_there_is_not_written_into(tmp_path, tokens):
         tokenize([str(separated(tmp_path))], tokens, tokenizer=str(tokens))
 
 
-def test_a_failure_leaves_no_folder_behind(tmp_path, tokenizer_folder):
-    (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\nno\n')
-    with pytest.raises(DataError):
-        tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer=str(tokenizer_folder))
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 
 

@@ -247,38 +247,3 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(model):
         )  # fmt: skip
         actual.append(torch.cat([out.logits[padding.bool()], step.logits[:, 0]]))
     assert error(*actual) <= LIMIT
-
-
-@SLOW
-@pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize(
-    ("padding", "positions"),
-    [
-        pytest.param(None, None, id="plain"),
-        pytest.param(None, [[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8]], id="packed"),
-        pytest.param([[1] * 9, [1] * 9], None, id="all tokens"),
-        pytest.param([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]], None, id="padded"),
-        pytest.param([[1, 1, 0, 1, 1, 1, 0, 1, 1], [1] * 9], None, id="holes"),
-    ],
-)
-def test_a_compiled_model_by_plain_set_attn_implementation(model, padding, positions):
-    """Its logits where there are tokens, and a gradient, compiled and not."""
-    ids = torch.randint(0, 31, (2, 9))
-    given = {"use_cache": False}
-    tokens = torch.ones(2, 9, dtype=torch.bool)
-    if padding:
-        given["attention_mask"] = torch.tensor(padding)
-        tokens = given["attention_mask"].bool()
-    if positions:
-        given["position_ids"] = torch.tensor(positions)
-    actual = []
-    for name, compiled in (("reference", False), ("triton", False), ("triton", True)):
-        model.set_attn_implementation(f"qbench-softpick-{name}")
-        model.zero_grad()
-        torch._dynamo.reset()
-        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-        logits = run(ids, **given).logits[tokens]
-        logits.square().sum().backward()
-        gradient = model.model.embed_tokens.weight.grad
-        actual.append(torch.cat([logits.detach().flatten(), gradient.flatten()]))
-    assert max(error(one, actual[0]) for one in actual[1:]) <= LIMIT
