@@ -384,7 +384,9 @@ def _gptq_config(
                for settings in by_settings}  # fmt: skip
     usual = max(by_settings, key=lambda settings: len(by_settings[settings]))
     if len({settings.symmetric for settings in options}) > 1:
-        raise UnavailableError(f"{config.name}: use --weights compressed-tensors, which mixes both")
+        raise UnavailableError(
+            f"{config.name}: use --weights compressed-tensors, which may be symmetric in parts"
+        )
     dynamic = {_pattern("+", by_settings[each]): options[each] for each in options if each != usual}
     if inside := [name for name in left_out if "." in name]:  # not the LM head
         dynamic[_pattern("-", inside)] = {}

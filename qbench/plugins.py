@@ -95,7 +95,7 @@ def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
             continue
         if before is not None:
             raise RecipeError(
-                f"{location} {plugin.path or plugin.name}: {before.name} is loaded already; rename"
+                f"{location} {plugin.path or plugin.name}: another {before.name} is loaded; rename"
             )
         # Run the file as a module, so that its classes can be pickled and inspect finds its source
         # on another host too

@@ -116,7 +116,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
     ) -> tuple[Tensor, None]:
         parameters = parameters_of(chosen, module, options)
         if dropout:
-            raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
+            raise UnavailableError(f"{normalizer} attention has no dropout; set its share to 0")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if isinstance(attention_mask, Mask) and attention_mask.cache_length is not None:
             key, value = (each[:, :, : attention_mask.cache_length] for each in (key, value))

@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         value = json.loads(content)
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read ({reason(error)}); correct it") from None
+        raise CheckpointError(f"{path.name} cannot be read ({reason(error)}); fetch it") from None
     except (ValueError, RecursionError) as error:
         why = f"is not JSON ({error}); fetch it again"
         why = LFS_REMEDY if content.startswith(LFS_POINTER) else why
@@ -344,7 +344,7 @@ def digests(folder: Path, names: list[str], weights: list[str]) -> tuple[str, di
             large = path.stat().st_size > LARGE
             content = kept_digest(path, digest_of_parts if large else file_digest)
         except OSError as error:
-            raise CheckpointError(f"{name} cannot be read ({error.strerror}); correct it") from None
+            raise CheckpointError(f"{name} cannot be read ({error.strerror}); fetch it") from None
         part = "config" if name in (CONFIG, "generation_config.json", INDEX) else "tokenizer"
         for hashed in (total, parts["weights" if name in weights else part]):
             hashed.update(f"{name} {content}\n".encode())
