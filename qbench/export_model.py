@@ -71,7 +71,10 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
                            "the checkpoint is; run the cell here")  # fmt: skip
     checkpoint = find(str(sources.checkpoints[record.checkpoint]))
     if checkpoint.digest != parts["weights"]:
-        raise ResultsError(f"{name}: {checkpoint.folder} holds other weights now; run it again")
+        raise ResultsError(
+            f"{name}: {checkpoint.folder} holds other weights now; restore them, or run the cell "
+            "again"
+        )
     if (text := parts.get("calibration")) is not None:
         assert sources.calibration, "a run with calibrated cells keeps the path of their text"
         text = CalibrationText(
@@ -121,7 +124,8 @@ def _require_audited(record: Record, model: PreTrainedModel, config: Any) -> Non
     other = [name for name in audited if digest(stored[name]().tensors) != audited[name]]
     if other:
         raise ResultsError(
-            f"{record.cell}: {len(other)} layers are not the audited ones ({other[0]}); run again"
+            f"{record.cell}: {len(other)} layers differ from the audited ones, such as {other[0]}: "
+            "libraries or code changed; run the cell again"
         )
 
 
@@ -191,10 +195,14 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
         raise UnavailableError(f"{config.name}: {what} can{'not' * bool(chosen)} hold it{remedy}")
     if any(isinstance(module, Experts) for module in model.modules()):
         raise UnavailableError(
-            f"{config.name}: no format holds experts as one tensor; make a copy by another library"
+            f"{config.name}: no format holds experts that the model's class keeps as one tensor; "
+            "make the copy with another library and score it with --quantized LABEL=DIR"
         )
     if isinstance(model.get_input_embeddings(), QuantizedEmbedding):
-        raise UnavailableError(f"{config.name}: no format holds quantized embeddings; omit them")
+        raise UnavailableError(
+            f"{config.name}: no format holds quantized embeddings; leave them out of layers "
+            "(qbench budget: out of --include)"
+        )
     model.config.dtype = getattr(torch, config.compute_dtype)
     measured.tokenizer.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -251,8 +259,9 @@ def compared(measured: MeasuredCell, reloaded: nn.Module) -> str:
     off = difference(theirs, ours)
     if not off <= rounding_tolerance(reloaded):
         raise UnavailableError(
-            f"{measured.record.cell}: the logits of the written folder are {off:.2g} of their size "
-            "off the cell's: this format cannot hold it; choose another"
+            f"{measured.record.cell}: the written folder, loaded again, gives logits that differ "
+            f"from the cell's by {off:.2g} of their size: this format cannot hold the cell; choose "
+            "another"
         )
     if not off:  # at the median token
         share = (ours == theirs).all(-1).float().mean()
@@ -275,7 +284,8 @@ def _arguments(form: QuantFormat, **more: Any) -> dict[str, Any]:
 
 
 def _packed(weights: Any, inputs: Any) -> bool:
-    """Say whether integer codes are packed into int32, as vLLM reads them beside no ``inputs``."""
+    """Say whether integer codes are packed into int32. Of unquantized ``inputs``, None, vLLM reads
+    no other layout of them."""
     of_int8 = weights.method == "int8" and inputs is None
     return of_int8 or weights.method in ("gptq", "rtn")
 
@@ -307,12 +317,17 @@ def _compressed_config(
     """Return compressed-tensors' quantization_config. Raises UnavailableError if it cannot."""
     inputs, weights = config.activations, config.weights
     if inputs is not None and set(inputs.ignore) != set(weights.ignore):
-        raise UnavailableError(f"{config.name}: weights and inputs must have the same ignore")
+        raise UnavailableError(
+            f"{config.name}: no format holds weights and inputs that ignore different layers; give "
+            "both the same ignore"
+        )
     by_settings = _by_settings(weights, layers)
     groups: dict[str, dict[str, Any]] = {}
     for settings, names in by_settings.items():
         if getattr(settings, "order", "") == "activation":
-            raise UnavailableError(f"{config.name}: order: activation needs --weights gptq")
+            raise UnavailableError(
+                f"{config.name}: use --weights gptq, which alone holds order: activation"
+            )
         layout, arguments = _weight_arguments(settings, inputs)
         groups[f"group_{len(groups)}"] = {
             "targets": names if len(by_settings) > 1 else ["Linear"], "weights": arguments,
@@ -376,7 +391,9 @@ def _gptq_config(
     """Return GPTQ's quantization_config: the commonest settings; under GPTQModel's key ``dynamic``,
     by patterns over full names, layers with other settings and unquantized ones."""
     if config.activations is not None:
-        raise UnavailableError(f"{config.name}: quantized inputs need --weights compressed-tensors")
+        raise UnavailableError(
+            f"{config.name}: use --weights compressed-tensors, which holds quantized inputs too"
+        )
     by_settings = _by_settings(config.weights, layers)
     options = {settings: {"bits": settings.num_bits, "group_size": settings.group_size,
                           "sym": settings.symmetric,
@@ -385,7 +402,8 @@ def _gptq_config(
     usual = max(by_settings, key=lambda settings: len(by_settings[settings]))
     if len({settings.symmetric for settings in options}) > 1:
         raise UnavailableError(
-            f"{config.name}: use --weights compressed-tensors, which may be symmetric in parts"
+            f"{config.name}: use --weights compressed-tensors, which alone holds symmetric beside "
+            "asymmetric layers"
         )
     dynamic = {_pattern("+", by_settings[each]): options[each] for each in options if each != usual}
     if inside := [name for name in left_out if "." in name]:  # not the LM head
@@ -424,7 +442,10 @@ def _bnb_config(
     """Return bitsandbytes' config. Raises UnavailableError for quantized activations."""
     weights = config.weights
     if config.activations is not None:
-        raise UnavailableError(f"{config.name}: bitsandbytes holds no quantized inputs")
+        raise UnavailableError(
+            f"{config.name}: the format of bitsandbytes holds no quantized inputs; name a cell of "
+            "quantized weights only"
+        )
     if weights.num_bits == 8:
         settings = {"load_in_8bit": True, "llm_int8_threshold": weights.threshold}
     else:

@@ -446,11 +446,13 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
         if not puts_bos(load_tokenizer(checkpoint)):
             raise RecipeError(
                 f"checkpoints.{name}: evaluation.add_bos: true, but the tokenizer puts no BOS "
-                "before a text; set add_bos: false, or have its post-processor put one"
+                "before a text; set add_bos: false, or give the tokenizer a post-processor that "
+                "puts one"
             )
     if evaluation.apply_chat_template and not has_chat_template(checkpoint.folder):
         raise RecipeError(
-            f"evaluation.apply_chat_template: checkpoints.{name} has no chat template; set false"
+            f"evaluation.apply_chat_template: checkpoints.{name} has no chat template; add its "
+            "chat_template.jinja, or set false if it was not trained on conversations"
         )
     bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
     for column in sorted(plan.recipe.quantizers, key=lambda c: c.quantization.precision.quantized):
@@ -623,7 +625,9 @@ def find_tasks(
         groups |= {group.name: group for group in within}
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise RecipeError(f"tasks: list each once, not also by a group or tag: {', '.join(twice)}")
+        raise RecipeError(
+            f"tasks: listed twice, once by a group or tag: {', '.join(twice)}; list each only once"
+        )
     for task in leaves:
         try:
             tasks.append(
@@ -717,7 +721,8 @@ def scoring_settings(
     lengths = [n for n in (evaluation.max_length, checkpoint.max_length) if n is not None]
     if not lengths:
         raise RecipeError(
-            f"evaluation.max_length: {checkpoint.source} states no context length; set max_length"
+            f"evaluation.max_length: {checkpoint.source} states no context length; set max_length, "
+            "in tokens (evaluation: {max_length: 2048})"
         )
     mode = ONE_WAY.get(quantization.runtime, evaluation.scoring)
     if mode == "auto":

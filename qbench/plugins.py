@@ -79,7 +79,8 @@ def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
         source = path.read_bytes()
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"{location} {shown(str(path), most=PATH)}: cannot be read ({reason(error)})"
+            f"{location} {shown(str(path), most=PATH)}: cannot be read ({reason(error)}); name a "
+            "Python file"
         ) from None
     plugin = Plugin(name=Path(path).name, source=source, path=os.path.realpath(path))
     load([plugin], location=location)
@@ -95,7 +96,8 @@ def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
             continue
         if before is not None:
             raise RecipeError(
-                f"{location} {plugin.path or plugin.name}: another {before.name} is loaded; rename"
+                f"{location} {plugin.path or plugin.name}: another plug-in named {before.name} is "
+                "loaded already; rename this one"
             )
         # Run the file as a module, so that its classes can be pickled and inspect finds its source
         # on another host too

@@ -115,7 +115,9 @@ def read_yaml(path: Path) -> Source:
     try:
         text = path.read_text("utf-8-sig")
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such recipe; see `qbench list recipes`") from None
+        raise RecipeError(
+            f"{path}: no such recipe; `qbench list recipes` names those that come with qbench"
+        ) from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
     except (OSError, ValueError) as error:
@@ -241,7 +243,10 @@ def _is_folder(path: Path) -> Path:
 def _is_text(path: str) -> str:
     """Return ``path``. Raises ValueError unless it is a file or an address of the hub."""
     if not path.startswith(HUB_FILE) and not os.path.isfile(path):
-        raise ValueError(f"no such file: {path}; name JSON Lines, here or with --calibration")
+        raise ValueError(
+            f"no such file: {path}; name a JSON Lines file with a text field, here or with "
+            "--calibration"
+        )
     return path
 
 
@@ -362,7 +367,9 @@ class Evaluation(Strict):
     @classmethod
     def _known_size(cls, value: Any) -> Any:
         if value != "auto" and not (type(value) is int and 1 <= value <= MOST_BATCH):
-            raise ValueError(f"must be auto, or 1 to {MOST_BATCH} (it is {shown(value)})")
+            raise ValueError(
+                f"must be auto, or a whole number from 1 to {MOST_BATCH} (it is {shown(value)})"
+            )
         return value
 
 

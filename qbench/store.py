@@ -294,7 +294,8 @@ class Records(Generic[R]):
             return None
 
     def records(self) -> list[R]:
-        """Return the records of the manifest's cells in its order, missing ones left out."""
+        """Return the records of the manifest's cells in its order, missing ones left out. Raises as
+        ``manifest`` and ``get``."""
         records = (self.get(cell) for cell in self.manifest().cells)
         return [record for record in records if record is not None]
 

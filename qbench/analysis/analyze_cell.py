@@ -65,7 +65,10 @@ def _sensitivity(work: AnalysisResult) -> None:
     changed = quantized(work, changed, tokenizer, cache_folder())
     rescaled = work.audit is not None and work.audit.rescaled > 0
     if rescaled and not settings.blocks:
-        raise UnavailableError(f"{of.label} moved factors between layers, as AWQ; add --blocks")
+        raise UnavailableError(
+            f"{of.label}: its layers cannot be exchanged one at a time, since factors of their "
+            "columns were moved into the layer before (as by AWQ); add --blocks"
+        )
     model = load_original(of, plan)
     linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts
     names = list(linears(model, of.quantization.ignore))
@@ -95,7 +98,10 @@ def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         model = load(work.cell, work.plan)
         work.cell = as_measured(work.cell, work.plan, model, [])
         if not hasattr(model, "forward"):
-            raise UnavailableError(f"{work.cell.label} runs outside transformers; leave it out")
+            raise UnavailableError(
+                f"{work.cell.label} runs outside transformers, where activations cannot be "
+                "measured; leave it out with --only"
+            )
         ids, work.contents["text"] = read_tokens(work.settings, tokenizer)
     return model, tokenizer, ids
 

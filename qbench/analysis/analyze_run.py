@@ -56,7 +56,8 @@ def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tu
         )
     if precision.weights is None and precision.activations is None:
         raise RecipeError(
-            f"--sensitivity {label}: quantizes neither weights nor activations of linear layers"
+            f"--sensitivity {label}: quantizes neither weights nor activations of linear layers; "
+            "name another quantizer of the recipe"
         )
     if cells[0].quantization.transform is not None:
         raise RecipeError(
@@ -87,7 +88,10 @@ def choose_cells(plan: Plan, only: str | None) -> tuple[Cell, ...]:
     cells = tuple(cell for cell in plan.cells if not cell.quantization.precision.quantized)
     if not cells:
         names = ", ".join(cell.name for cell in plan.cells)
-        raise RecipeError(f"quantizers: none is unquantized; name cells with --only: {names}")
+        raise RecipeError(
+            "quantizers: none is unquantized (bf16, fp32); name the cells to analyze with --only: "
+            f"{names}"
+        )
     return cells
 
 

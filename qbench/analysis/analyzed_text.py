@@ -72,7 +72,8 @@ def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TextSour
     if task is None:
         without = f" ({', '.join(skipped)}: no data)" if skipped else ""
         raise RecipeError(
-            f"tasks: none scores whole texts (as wikitext does){without}; name one with --text FILE"
+            f"tasks: none of the recipe's scores whole texts (as wikitext does){without}, so there "
+            "is no text to analyze; name one with --text FILE.jsonl"
         )
 
     def texts() -> list[str]:

@@ -24,7 +24,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     _, blocks = decoder_blocks(model)
     if len(blocks) != count:
         raise UnavailableError(
-            f"{type(model).__name__}: its {count} decoder layers are in no single list, as Llama's"
+            f"{type(model).__name__}: its {count} decoder layers cannot be found; analyze a model "
+            "that holds them in one list, such as LlamaForCausalLM"
         )
     return blocks
 

@@ -118,7 +118,8 @@ def _measured(
     loss = losses.mean().item()
     if not math.isfinite(loss):
         raise EvaluationError(
-            f"the loss on the text is {loss}; look at the model's weights, quantizer and dtype"
+            f"the loss on the text is {loss}, since the model gives NaN or infinite logits; look "
+            "at its weights, quantizer and dtype"
         )
     inside = seen.inputs.keys() - seen.left_out
     layers = {

@@ -49,7 +49,8 @@ def attention_observed(
     chosen = getattr(model.config, "qbench_normalizer", None)
     if chosen is None or not str(name).startswith(f"qbench-{chosen}-"):
         raise UnavailableError(
-            f"its attention is {name}, whose weights cannot be measured; take one of qbench's"
+            f"its attention is {name}, whose weights cannot be measured; analyze a model that "
+            "attends with one of qbench's normalizers"
         )
     function, normalizer = ALL_ATTENTION_FUNCTIONS[name], NORMALIZERS[chosen]
     caches = {getattr(module, KV_CACHE, None) for module in model.modules()} - {None}

@@ -116,7 +116,9 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
     ) -> tuple[Tensor, None]:
         parameters = parameters_of(chosen, module, options)
         if dropout:
-            raise UnavailableError(f"{normalizer} attention has no dropout; set its share to 0")
+            raise UnavailableError(
+                f"{normalizer} attention has no dropout; set the model's attention_dropout to 0"
+            )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if isinstance(attention_mask, Mask) and attention_mask.cache_length is not None:
             key, value = (each[:, :, : attention_mask.cache_length] for each in (key, value))
@@ -154,7 +156,8 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
             if mask.dtype != torch.bool:
                 raise UnavailableError(
-                    f"{normalizer} attention takes bool masks, not {mask.dtype}: pass mask > -1"
+                    f"{normalizer} attention takes bool masks, True = attend, not "
+                    f"{mask.dtype}; of an additive mask pass mask > -1"
                 )
             settings = {"mask": mask, "causal": False}
         output = function(query, key, value, **shared, **settings)

@@ -131,7 +131,8 @@ def require_close(what: str, actual: Tensor, truth: Tensor) -> None:
     error = float((actual.double() - truth).norm() / truth.norm().clamp(min=1e-30))
     if not error <= LIMIT:
         raise EvaluationError(
-            f"bench attention: {what} is wrong: relative error {error:.1e}, allowed {LIMIT:.0e}"
+            f"bench attention: {what} is wrong: relative error {error:.1e}, allowed {LIMIT:.0e}; "
+            "report it"
         )
 
 
@@ -161,7 +162,8 @@ def bench_attention(
     """
     if not torch.cuda.is_available():
         raise UnavailableError(
-            "bench attention: the kernels need a CUDA GPU, and none is here; run it on one"
+            "bench attention: the kernels need a CUDA GPU, and none is here; run it on a machine "
+            "that has one"
         )
     for name in only:
         require(name)

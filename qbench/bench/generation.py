@@ -113,7 +113,8 @@ def bench_generation(
         wide = _scorer(model.float(), scorer.hflm.tokenizer, length + tokens, batch_size)
         if wide.generate_until(few) != wide.hflm.generate_until(few, disable_tqdm=True):
             raise EvaluationError(
-                f"bench generation: {normalizer}: float32 answers differ from HFLM's; report it"
+                f"bench generation: {normalizer}: answers generated in float32 differ from those "
+                "of lm-eval's HFLM; report it"
             )
 
     measured = []

@@ -162,7 +162,8 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
     )  # fmt: skip
     if result.x is None:
         raise RecipeError(
-            f"--bits {bits_per_weight:.4g}: no choice found ({result.message}); give more bits"
+            f"--bits {bits_per_weight:.4g}: the solver found no choice ({result.message}); "
+            "give more bits or fewer methods"
         )
     return dict(costs.table.index[result.x > 0.5])
 

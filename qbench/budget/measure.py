@@ -58,7 +58,8 @@ class Search:
         as_measured(self.base, plan, model, [])
         if stream_of(model) is not None or is_sharded(model):
             raise UnavailableError(
-                "a budget needs the full model on one device; set evaluation.stream: false"
+                f"{self.base.checkpoint_name}: a budget needs the full model on one device; set "
+                "evaluation.stream: false on a larger GPU"
             )
         linear.linearize(model)
         text = calibration_of(replace(self.base, calibration=source), self.tokenizer)

@@ -129,7 +129,10 @@ def read_json(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         value = json.loads(content)
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read ({reason(error)}); fetch it") from None
+        raise CheckpointError(
+            f"{path.name} cannot be read ({reason(error)}); correct its permissions, or fetch it "
+            "again"
+        ) from None
     except (ValueError, RecursionError) as error:
         why = f"is not JSON ({error}); fetch it again"
         why = LFS_REMEDY if content.startswith(LFS_POINTER) else why
@@ -157,7 +160,8 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     if quantization and not quantized:
         raise CheckpointError(
             "it is quantized already (quantization_config); name the unquantized checkpoint here, "
-            "and this one with --quantized LABEL=PATH, which alone scores it by itself"
+            "and this one with --quantized LABEL=PATH or in quantizers: [{name: checkpoint, path: "
+            "…}]; or score it alone with --quantized or quantizers: [checkpoint]"
         )
     if "transformers_weights" in config:
         raise CheckpointError(
@@ -166,7 +170,8 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
         )
     if config.get("is_encoder_decoder"):
         raise CheckpointError(
-            "config.json: is_encoder_decoder: true: only causal language models are scored"
+            "config.json: is_encoder_decoder: true: only causal language models are scored; leave "
+            "this checkpoint out"
         )
     return config
 
@@ -215,7 +220,8 @@ def weight_files(folder: Path) -> list[str]:
     alone, missing files, a malformed index, and a ``model.safetensors`` that the index omits."""
     if (folder / ADAPTER).exists():
         raise CheckpointError(
-            f"{ADAPTER}: an adapter; merge it into its base model, as by PEFT's merge_and_unload"
+            f"{ADAPTER}: the folder holds an adapter; merge it into its base model first, as by "
+            "PEFT's merge_and_unload"
         )
     if not (folder / INDEX).exists():
         if (folder / SINGLE).is_file():
@@ -311,7 +317,8 @@ def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], 
         stats = [(name, (folder / name).stat()) for name in (*weights, CONFIG, *sorted(names))]
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename} cannot be read ({error.strerror}); fetch the checkpoint again"
+            f"{error.filename} cannot be read ({error.strerror}); fetch the checkpoint again, or "
+            "correct the permissions of its folder"
         ) from None
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
@@ -344,7 +351,10 @@ def digests(folder: Path, names: list[str], weights: list[str]) -> tuple[str, di
             large = path.stat().st_size > LARGE
             content = kept_digest(path, digest_of_parts if large else file_digest)
         except OSError as error:
-            raise CheckpointError(f"{name} cannot be read ({error.strerror}); fetch it") from None
+            raise CheckpointError(
+                f"{name} cannot be read ({error.strerror}); correct its permissions, or fetch it "
+                "again"
+            ) from None
         part = "config" if name in (CONFIG, "generation_config.json", INDEX) else "tokenizer"
         for hashed in (total, parts["weights" if name in weights else part]):
             hashed.update(f"{name} {content}\n".encode())
@@ -453,7 +463,8 @@ def find(
         if kind not in class_names():
             raise CheckpointError(
                 f"config.json: model_type {kind!r} is not a causal language model of the installed "
-                "transformers (auto_map, code in the checkpoint, is never run); update transformers"
+                "transformers (code in the checkpoint, auto_map, is never run); update "
+                "transformers, or leave this checkpoint out"
             )
         # Whether each attention module has its parameter is checked when the model is loaded
         attributes = {name.rpartition(".")[2] for name in headers}
@@ -529,8 +540,9 @@ def _normalizer(config: dict[str, Any], by_recipe: str | None, headers: Iterable
             )
     elif fla.recognizes(config) and by_config is None and by_recipe not in ("softmax", NATIVE):
         raise CheckpointError(
-            "config.json has no attn_impl; put normalizer: softmax into the recipe if it was "
-            "trained so; else write qbench_normalizer into its config.json"
+            "config.json has no attn_impl, so its normalizer is unknown; if it was trained "
+            "with softmax, put normalizer: softmax into the recipe; else write "
+            "qbench_normalizer into its config.json"
         )
     sinks = any(name.endswith(".self_attn.sinks") for name in headers)  # gpt-oss's, Granite SWA's
     by_class = "softmax-sink" if sinks else "softmax"

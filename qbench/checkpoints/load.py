@@ -109,7 +109,8 @@ def measured_attention(
     why: str = "it is not a causal language model and gives no probability of a text; leave it out",
 ) -> ChosenAttention:
     """Set the checkpoint's attention, or with ``fallback`` the class's own if the logits differ;
-    return the one that was set. ``why``: the error's text if later tokens change earlier logits."""
+    return the one that was set. ``why``: text for the error if later tokens change earlier logits.
+    Raises as ``load_model``."""
     try_eager(model)
     logits = probe_logits(model)
     require_causal(model, logits, why)
@@ -237,7 +238,8 @@ def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
         return GenerationConfig.from_pretrained(checkpoint.folder)
     except Exception as error:  # odd values may raise anything in transformers
         raise CheckpointError(
-            f"generation_config.json: transformers cannot read it: {first_line(error)}; remove it"
+            f"generation_config.json: transformers cannot read it: {first_line(error)}; correct or "
+            "remove it"
         ) from error
 
 

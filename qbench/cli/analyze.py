@@ -81,7 +81,9 @@ def analyze(
     if field is not None and text is None:
         raise RecipeError("--field: needs --text FILE.jsonl")
     if text is not None and not text.is_file():
-        raise RecipeError(f"--text {text}: no such file; name a JSON Lines file")
+        raise RecipeError(
+            f"--text {text}: no such file; name a JSON Lines file with a field {field or FIELD}"
+        )
     if blocks and sensitivity is None:
         raise RecipeError("--blocks: needs --sensitivity QUANTIZER")
     if text is not None:  # no task is read, and this one needs no data

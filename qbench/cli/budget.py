@@ -100,7 +100,9 @@ def budget(
         )
     source = find_calibration(launcher.recipe, needed=True)
     if source is None:
-        raise RecipeError("calibration is missing: it measures costs; add --calibration FILE")
+        raise RecipeError(
+            "calibration is missing: costs are measured on its text; add --calibration FILE"
+        )
     if source.samples <= texts:
         raise RecipeError(
             f"--texts {texts}: must be fewer than the {source.samples} windows of the calibration "

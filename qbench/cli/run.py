@@ -99,7 +99,9 @@ def launch(
     }  # fmt: skip
     first, *others = [name for name, value in places.items() if value is not None] or [""]
     if others and first != "--gpus":
-        raise RecipeError(f"{first} and {others[0]} exclude each other; leave one out")
+        raise RecipeError(
+            f"{first} and {others[0]} exclude each other: both say where cells run; leave one out"
+        )
     slots = []
     if cluster is None and device_map is None:
         slots = gpu_slots(gpus, workers, launcher.device, at_most=cells)

@@ -90,7 +90,9 @@ def export(
         require_folder(model, "--model")
         store, record = find_cell(str(folder))
         if record.status != "ok":
-            raise ResultsError(f"{record.cell}: this cell failed; run it again")
+            raise ResultsError(
+                f"{record.cell}: this cell failed, so there is no model to export; run it again"
+            )
         with redirected(Path(os.devnull)):
             module = importlib.import_module("qbench.export_model")
             line = module.export_model(store, record, model, cache_folder(), weights)

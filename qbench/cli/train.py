@@ -54,7 +54,9 @@ def tokenize(
         files in this folder, such as those of --data.
     """
     if (tokenizer is None) == (vocabulary is None):
-        raise RecipeError("tokenize: give either --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N")
+        raise RecipeError(
+            "tokenize: give either --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
+        )
     last = time.monotonic()
 
     def progress(documents: int, tokens: int) -> None:

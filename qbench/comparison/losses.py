@@ -68,7 +68,8 @@ class Losses:
         return self.measure == "KL"
 
     def size(self, cell: str) -> float | None:
-        """Return a cell's mean on the scale that is compared, of KL its logarithm, if any."""
+        """Return a cell's mean on the scale that is compared: of KL its logarithm. None if it has
+        none, or for a KL of 0."""
         mean = self.means.get(cell)
         if mean is None or not self.is_kl:
             return mean

@@ -171,7 +171,8 @@ class LlamaCpp:
         self._context = library.llama_init_from_model(self._model, settings)
         if not self._context:
             raise UnavailableError(
-                f"{path}: llama.cpp refuses a context of {context}; lower evaluation.max_length"
+                f"{path}: llama.cpp refuses a context of {context} tokens; lower "
+                "evaluation.max_length"
             )
         vocabulary = library.llama_model_get_vocab(self._model)
         self.vocabulary = int(library.llama_vocab_n_tokens(vocabulary))
@@ -216,7 +217,8 @@ class LlamaCpp:
                 self._kept = []
                 tokens_read = start + len(part)
                 raise EvaluationError(
-                    f"llama.cpp failed on {tokens_read} tokens (code {code}); lower max_length"
+                    f"llama.cpp failed on {tokens_read} tokens (code {code}); if memory is short, "
+                    "lower evaluation.max_length"
                 )
             self._kept += part
             if (rows := len(part) - max(0, first - start)) > 0:
@@ -426,8 +428,9 @@ class ExternalScorer(LM):
         if not total <= 1.01:  # servers round
             raise EvaluationError(
                 f"{type(self.model).__name__}.loglikelihood: the probabilities of 26 continuations "
-                f"that exclude each other sum to {total:.3g}: the server leaves tokens out, or "
-                "lm-eval cannot read its format; score generate_until tasks only"
+                f"that exclude each other sum to {total:.3g}: the server leaves tokens out of a "
+                "prompt's log-probabilities, or lm-eval cannot read its format; score "
+                "generate_until tasks only"
             )
 
     def _call(self, kind: str, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:

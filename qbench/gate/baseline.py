@@ -96,7 +96,10 @@ def make(store: Store, out: Path, *, replace: bool = False) -> None:
             f"{store.directory}: no baseline can be made from it: {reasons}; run these cells again"
         )
     if out.exists() and not replace:
-        raise ResultsError(f"{out}: exists already; see `qbench check`, then add --replace")
+        raise ResultsError(
+            f"{out}: exists already; `qbench check {store.directory} --baseline {out}` shows what "
+            "changed; then add --replace"
+        )
     if out.exists() and not out.read_bytes().startswith(XZ_MAGIC):
         raise ResultsError(f"{out}: exists and is no baseline to replace; name another file")
     with TemporaryDirectory() as folder:

@@ -75,7 +75,8 @@ def require_same(
                 what = changed_files(*parts) if part == "weights" else ACROSS[part]
                 raise ResultsError(
                     f"{cell}: these results are of {what} than the baseline ({_short(then)} → "
-                    f"{_short(now)}); add --across {part} if this is meant"
+                    f"{_short(now)}); check results of the same checkpoint, or add --across {part} "
+                    "if this is meant"
                 )
             changes.setdefault((name, then, now), []).append(cell)
     return [
@@ -109,7 +110,9 @@ def check(
     old, new = read(baseline), read_results(store)
     given = dict(margins or {})
     if not any(cell in new.cells or cell in new.broken for cell in old.cells):
-        raise ResultsError(f"{store.directory} has no cell of {baseline}: it is of another recipe")
+        raise ResultsError(
+            f"{store.directory} has no cell of {baseline}; check results of the same recipe"
+        )
     require_known(given, [score for each in old.cells.values() for score in each.scores.values()])
     both = [cell for cell in old.cells if cell in new.cells]
     for cell in both:

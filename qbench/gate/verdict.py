@@ -284,7 +284,8 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
             margin = math.nan
         if not metric.strip() or not math.isfinite(margin) or margin < 0:
             raise RecipeError(
-                f"--margin {text}: write METRIC=NUMBER, as acc=0.5 (points) or perplexity=2 (%)"
+                f"--margin {text}: write METRIC=NUMBER, 0 or more, such as acc=0.5 (percentage "
+                "points) or perplexity=2 (per cent)"
             )
         if metric.strip() in margins:
             raise RecipeError(f"--margin {text}: {metric.strip()} is given twice; leave one out")

@@ -41,7 +41,9 @@ def _reader(path: str) -> Any:
     try:
         return library().GGUFReader(path)
     except (OSError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{path} is not a complete GGUF file ({error}); fetch it") from None
+        raise CheckpointError(
+            f"{path} is not a complete GGUF file ({error}); fetch it again"
+        ) from None
 
 
 def describe(path: str) -> dict[str, Any]:
@@ -60,11 +62,13 @@ def describe(path: str) -> dict[str, Any]:
     of_head = None
     if (parts := _field(reader, "split.count") or 1) > 1:
         raise CheckpointError(
-            f"{path} is one of {parts} parts of a file; join them: llama-gguf-split --merge"
+            f"{path} is one of {parts} parts of a file; join them: llama-gguf-split --merge {path} "
+            "WHOLE.gguf"
         )
     if architecture in INTERLEAVED and any("_exps." in tensor.name for tensor in reader.tensors):
         raise CheckpointError(
-            f"{path}: experts of {architecture} in GGUF files are not supported; use safetensors"
+            f"{path}: experts of {architecture} in GGUF files are not supported; use the "
+            "safetensors files"
         )
     for tensor in reader.tensors:
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
@@ -134,7 +138,8 @@ def _of_expert(path: str, parts: list[Any], expert: int) -> Any:
     if len(kinds) > 1:
         raise CheckpointError(
             f"{path}: {' and '.join(part.name for part in parts)} are of types "
-            f"{' and '.join(sorted(kinds))}; use a file with one type for both"
+            f"{' and '.join(sorted(kinds))}, and transformers' class has one matrix for both; use "
+            "a file with one type for both"
         )
     columns, rows = (int(n) for n in parts[0].shape[:2])
     data = np.concatenate([part.data[expert] for part in parts])
@@ -149,7 +154,9 @@ def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np
         values = library().dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
         kind = tensor.tensor_type.name
-        raise UnavailableError(f"{path}: gguf cannot read {kind} back; use another type") from None
+        raise UnavailableError(
+            f"{path}: the gguf package cannot read {kind} back; use a file of another type"
+        ) from None
     values = values.reshape([int(n) for n in tensor.shape[::-1]])
     architecture = _field(_reader(path), "general.architecture")
     for part, count in zip(("q_proj", "k_proj"), heads, strict=True):

@@ -42,7 +42,8 @@ def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
     scale, zero = quantized.meta["scale"], quantized.meta["zero"]
     if not all(torch.isfinite(part).all() for part in (scale, zero)):
         raise QuantizationError(
-            f"{settings.name}: {name}: hqq gave scales that are not finite; name it in ignore"
+            f"{settings.name}: {name}: hqq gave scales that are not finite; name the layer in "
+            "ignore"
         )
     return {"codes": quantized.W_q.data, "scale": scale, "zero": zero}
 

@@ -129,7 +129,8 @@ def kept_in_float32(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 def linearize(model: nn.Module) -> None:
     """Replace every Conv1D (of GPT-2: a linear layer with a transposed weight) and experts that are
-    stored as one parameter by linear layers. Raises QuantizationError if these are streamed."""
+    stored as one parameter by linear layers, in place. Raises QuantizationError for these in a
+    streamed model."""
     others = {
         name: module
         for name, module in model.named_modules()
@@ -137,7 +138,8 @@ def linearize(model: nn.Module) -> None:
     }
     if others and stream_of(model) is not None:
         raise QuantizationError(
-            f"{type(model).__name__}: weights outside linear layers need evaluation.stream: false"
+            f"{type(model).__name__} keeps weights outside linear layers, which cannot be "
+            "quantized block by block; set evaluation.stream: false"
         )
     for name, module in others.items():
         turned = isinstance(module, Conv1D)

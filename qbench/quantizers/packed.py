@@ -109,7 +109,8 @@ def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def pack(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
-    """Return what is stored: ``codes`` float32 [out, in] packed, scale float16, zero uint8."""
+    """Return the tensors to store: ``codes`` float32 [out, in] packed, scale float16 and zero uint8
+    [out, groups]."""
     return {
         "codes": pack_codes(codes.to(torch.uint8), bits),
         "scale": scale.half().contiguous(),

@@ -187,14 +187,18 @@ class PublishedCopy(Published):
         """
         sums = self.format == "torchao" and self.activations is not None and device == "cpu"
         if sums and (why := machine.int8_problem()):
-            raise RecipeError(f"{self.format}: {why}; run it on a GPU or a CPU with VNNI")
+            raise RecipeError(
+                f"{self.format}: {why}, so its products would be wrong; run it on a GPU or on a "
+                "CPU with VNNI"
+            )
 
         version = machine.version_of("transformers")
         newer = tuple(map(int, version.split(".")[:2])) >= (5, 24)
         if newer and rounded_part(self.config, "kv_cache"):
             raise RecipeError(
-                f"{self.format}: transformers {version} would leave its KV cache unquantized, as "
-                "compressed-tensors 0.20 sets it; install 'transformers<5.24'"
+                f"{self.format}: transformers {version} would leave its KV cache unquantized: "
+                "compressed-tensors 0.20 gives it to layers under an earlier name; install "
+                "'transformers<5.24'"
             )
 
     @property

@@ -152,7 +152,9 @@ def quantize(
     config = config.fitted(shapes_of(model, config.weights))
     if config.weights is not None:
         if not linears(model):
-            raise QuantizationError(f"{config.name}: no linear layers here; leave weights out")
+            raise QuantizationError(
+                f"{config.name}: {type(model).__name__} has no linear layers; leave weights out"
+            )
         require_matches(matrices(model), config.weights.ignore, config.name)
     attention = model.config._attn_implementation
     # Cells that share a stage compute it once. Weights that are not transformed are those of any
@@ -311,7 +313,8 @@ def _to_quantize(model: nn.Module, settings: WeightSettings) -> dict[str, nn.Lin
     at_ends = named_ends(model, settings)
     if at_ends and stream_of(model) is not None:
         raise QuantizationError(
-            f"{settings.name}: {', '.join(at_ends)} cannot stream; set evaluation.stream: false"
+            f"{settings.name}: {', '.join(at_ends)}: cannot be quantized block by block; set "
+            "evaluation.stream: false"
         )
     return linears(model, settings.ignore) | at_ends
 
@@ -326,7 +329,8 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
     layers = _to_quantize(model, settings)
     if different := sorted(modules.keys() ^ layers.keys()):  # of a plug-in's quantizer
         raise QuantizationError(
-            f"{settings.name}: correct its plug-in, which gave tensors for {some(different)}"
+            f"{settings.name}: its plug-in gave tensors for other layers than the model's; correct "
+            f"the plug-in: {some(different)}"
         )
     streamed = stream_of(model)
     for name, layer in layers.items():

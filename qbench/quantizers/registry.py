@@ -193,7 +193,8 @@ def config_of(
         )
     if transform and not config.precision.quantized:
         raise RecipeError(
-            f"transform: {transform.name} alone quantizes nothing; add weights or another part"
+            f"transform: {transform.name} alone quantizes nothing; add weights, activations or "
+            "kv_cache"
         )
     return config
 

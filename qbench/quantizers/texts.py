@@ -51,7 +51,8 @@ def find_text(address: str, *, data: Path | None) -> Path:
             if files:
                 names = ", ".join(file.name for file in files)
                 raise DataError(
-                    f"{folder}: which is the calibration text? choose with --calibration ({names})"
+                    f"{folder}: which one is the calibration text? choose it with --calibration "
+                    f"({names})"
                 )
         raise DataError(
             f"calibration: no *.jsonl in {data}/calibration or {data.parent}/calibration, and with "
@@ -68,7 +69,8 @@ def find_text(address: str, *, data: Path | None) -> Path:
         return hub.dataset_file(f"{owner}/{name}", file, revision or None)
     except DataError as error:
         raise DataError(
-            f"calibration.path: {address}: {error}; name a local file with --calibration FILE"
+            f"calibration.path: {address}: {error}; try again, or name a local JSON Lines file "
+            "with --calibration FILE"
         ) from error
 
 

@@ -126,7 +126,8 @@ class Run:
                         optimizer.state[parameter][key] = value.to(parameter.device)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise TrainingError(
-                f"{self.state}: damaged ({first_line(error)}); remove it to train from the start"
+                f"{self.state}: damaged (not the state that was written: {first_line(error)}); "
+                "remove it to train from the start"
             ) from None
         return progress
 
@@ -185,7 +186,8 @@ class Run:
         """Raise TrainingError if ``settings_digest``, of a state or record, is not this run's."""
         if settings_digest != self.settings_digest:
             raise TrainingError(
-                f"{self.folder}: a training of other settings, data or seed; name another --out"
+                f"{self.folder}: holds a training of other settings, data or seed; name another "
+                "--out, or remove this folder"
             )
 
 

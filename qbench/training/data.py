@@ -135,7 +135,8 @@ def read_token_files(folder: Path) -> TokenFiles:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the tokenizer's files in ``folder``, by name. Raises DataError if there are none."""
+    """Return the tokenizer's files in ``folder``, by name, without ``tokens.json``. Raises
+    DataError if there are none."""
     files = [
         path
         for path in sorted(folder.iterdir())
@@ -273,12 +274,15 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int) -
             f"{about.vocabulary} ids; set model.vocabulary to at least that"
         )
     if recipe.data.bos_first and about.bos is None:
-        raise RecipeError(f"data.bos_first: {files.folder} has no BOS token; set it to false")
+        raise RecipeError(
+            f"data.bos_first: the tokenizer of {files.folder} has no BOS token; set it to false"
+        )
     at_once = recipe.batch.sequences * processes
     if recipe.global_batch_size % at_once:
         raise RecipeError(
             f"batch.sequences {recipe.batch.sequences} × {processes} processes must divide "
-            f"the {recipe.global_batch_size} sequences of a step; lower batch.sequences"
+            f"the {recipe.global_batch_size} sequences of a step; lower batch.sequences in the "
+            "recipe or with --sequences"
         )
     if len(sequences(recipe, files)) < recipe.global_batch_size:
         raise RecipeError(
@@ -316,7 +320,9 @@ def evaluation_ngrams(folder: Path) -> set[int]:
     files below ``folder``, of this process only. Raises DataError without files."""
     files = sorted(folder.rglob("*.jsonl"))
     if not files:
-        raise DataError(f"{folder}: no *.jsonl files in it; name the folder of --data")
+        raise DataError(
+            f"{folder}: no *.jsonl files of evaluation texts in it; name the folder of --data"
+        )
     values: list[Any] = [row.fields for path in files for row in read_rows(path)[0]]
     ngrams: set[int] = set()
     while values:
@@ -561,7 +567,9 @@ def _tokenizer(
         copy_tokenizer(hub.snapshot(given, None, READ), folder)
         name = given
     else:
-        raise RecipeError(f"--tokenizer {given}: no such folder, nor a hub id (owner/name)")
+        raise RecipeError(
+            f"--tokenizer {given}: no such folder; name one, or a hub id (owner/name)"
+        )
     if not (folder / TOKENIZER).is_file():
         raise DataError(
             f"--tokenizer {name}: it has no {TOKENIZER}; write one with transformers: "

@@ -413,4 +413,6 @@ def _locked(folder: Path) -> Iterator[None]:
             clean_temporaries(folder)
             yield
     except Timeout:
-        raise TrainingError(f"{folder}: another process trains there; wait for it") from None
+        raise TrainingError(
+            f"{folder}: another process trains there; wait for it or stop it"
+        ) from None

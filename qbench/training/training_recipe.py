@@ -259,11 +259,13 @@ class TrainingRecipe(Strict):
             )
         if self.tokens < self.batch.tokens:
             raise ValueError(
-                f"tokens {self.tokens} are fewer than batch.tokens {self.batch.tokens}, one step"
+                f"tokens {self.tokens} are fewer than batch.tokens {self.batch.tokens}, one step; "
+                "raise tokens"
             )
         if self.watched_length > self.model.context:
             raise ValueError(
-                f"watch.length {self.watch.length} is more than model.context {self.model.context}"
+                f"watch.length {self.watch.length} is more than model.context "
+                f"{self.model.context}; lower it"
             )
         return self
 

@@ -72,11 +72,13 @@ class Kernels:
             raise ValueError(f"kernels have no score function {name!r}; they have {names}")
         if self.sink and name != "softmax":
             raise ValueError(
-                f"kernels have a sink only with the score function 'softmax', not {name!r}"
+                f"kernels have a sink only with the score function 'softmax', not {name!r}; set "
+                "sink=False"
             )
         if self.scaled and self.elementwise:
             raise ValueError(
-                f"kernels cannot scale logits with the elementwise score function {name!r}"
+                f"kernels cannot scale logits with the elementwise score function {name!r}; set "
+                "scaled=False"
             )
 
     @property
@@ -171,7 +173,8 @@ class Normalizer(ABC):
             tensor = given.get(parameter.name)
             if tensor is None and parameter.required:
                 raise UnavailableError(
-                    f"{self.name} attention needs its parameter {parameter.name!r} [{heads}]"
+                    f"{self.name} attention needs its parameter {parameter.name!r} [{heads}], and "
+                    "none was given; pass it in parameters"
                 )
             if tensor is not None and tuple(tensor.shape) != (heads,):
                 raise ValueError(

@@ -461,7 +461,8 @@ def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor 
 
 
 def levels(groups: Tensor) -> Tensor:
-    """Return the most distinct values in a row of ``groups`` [groups, weights], a scalar."""
+    """Return the most distinct values in a row of ``groups`` [groups, weights per group], a scalar
+    on their device."""
     most = [groups.new_ones((), dtype=torch.int64)]
     for part in groups.split(max(1, 2**24 // groups.shape[1])):
         if part.is_cuda:

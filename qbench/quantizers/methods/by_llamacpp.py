@@ -48,8 +48,9 @@ class Gguf(LibraryMade):
         rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
         if config.get("model_type") != "llama" or rope != "default" or config.get("rope_scaling"):
             raise RecipeError(
-                f"{self.name}: only for Llama models with plain RoPE; make the GGUF file by "
-                "llama.cpp, and score it with --quantized LABEL=FILE.gguf"
+                f"{self.name}: only for Llama models with plain RoPE; make the GGUF file with "
+                "llama.cpp's convert_hf_to_gguf.py and llama-quantize, and score it with "
+                "--quantized LABEL=FILE.gguf"
             )
 
 
@@ -69,7 +70,8 @@ class GgufMix(Gguf):
         if shutil.which(PROGRAM) is None:
             other = "q5_0" if self.num_bits == 5 else f"q{self.num_bits}_k"
             raise RecipeError(
-                f"{self.name}: no program {PROGRAM}; install it, or take gguf-{other}, of one type"
+                f"{self.name}: no program {PROGRAM}; install llama.cpp's programs, or take "
+                f"gguf-{other}, one type for all layers"
             )
 
 

@@ -29,10 +29,12 @@ ELEMENTS = ("int8", "int4", "int3", "int2", "fp8")
 )  # fmt: skip
 @settings
 class KVCache(Settings):
-    """Keys and values that attention reads, in few bits. Scales are dynamic.
+    """Keys and values that attention reads, in few bits. Scales are dynamic: taken from the keys
+    and values themselves.
 
     ``scales`` token: one per head and token, or per group of its channels. tensor: one for all keys
-    of a layer in a forward pass and one for all values.
+    of a layer in a forward pass and one for all values, which later tokens and the rest of the
+    batch change.
     """
 
     kind: ClassVar = "kv_cache"
@@ -77,7 +79,8 @@ class KVCache(Settings):
         if config.get("kv_lora_rank"):
             raise RecipeError(
                 f"kv_cache: {self.name}: this model's cache holds latent vectors instead of keys "
-                "and values (multi-head latent attention); leave kv_cache out"
+                "and values (multi-head latent attention), which no KV quantizer here takes; leave "
+                "kv_cache out"
             )
         width, group = head_dim(config), self.group_size
         if width is not None and group != WHOLE_ROW and width % group:

@@ -105,7 +105,8 @@ class Mixed(WeightSettings):
             if not mine:
                 raise QuantizationError(
                     f"{self.name}: layers: {names!r} matches no linear layer that earlier patterns "
-                    f"leave (tied embeddings go by the LM head's name); {name_parts(shapes)}"
+                    "leave (embeddings that share the LM head's matrix go by the LM head's name); "
+                    f"{name_parts(shapes)}"
                 )
             chosen.check_layers(mine)
 

@@ -121,7 +121,9 @@ class ColumnOrder(EvenlySpaced):
     @model_validator(mode="after")
     def _one_order(self) -> Self:
         if self.desc_act and self.group_aware:
-            raise ValueError("desc_act and group_aware exclude each other; set one of them")
+            raise ValueError(
+                "desc_act and group_aware are two orders of the same columns; set one of them"
+            )
         if self.group_aware and self.group_size == WHOLE_ROW:
             raise ValueError("group_aware is an order of groups; set a group_size")
         return self
