@@ -16,13 +16,13 @@ from qbench.store import Store
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, two_blocks):
     """Softmax beside the toy normalizer, unquantized and at one bit, to tables."""
     for name in ("toy_normalizer", "toy_quantizer"):
         importlib.import_module(f"plugins.{name}")
     folder = tmp_path_factory.mktemp("plugins")
     toy = folder / "toy"
-    save_as_transformers(DEMO / "softpick", toy)
+    save_as_transformers(two_blocks, toy)
     config = json.loads((toy / "config.json").read_text())
     (toy / "config.json").write_text(json.dumps(config | {"qbench_normalizer": "toy"}))
     with pytest.MonkeyPatch.context() as patch:

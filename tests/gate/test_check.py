@@ -168,14 +168,21 @@ def with_bleu(folder, value, documents=700):
     return store
 
 
+@pytest.fixture(scope="module")
+def bleu(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bleu") / "baseline.tar.xz"
+    baseline.make(with_bleu(path.parent, 30.0), path)
+    return path
+
+
 @pytest.mark.parametrize(("now", "outcome"), [(30.0, "pass"), (29.2, "pass"), (28.9, "fail")])
-def test_a_score_that_no_test_knows_is_held_to_the_margin_by_its_value(tmp_path, now, outcome):
-    path = tmp_path / "baseline.tar.xz"
-    baseline.make(with_bleu(tmp_path / "old", 30.0), path)
+def test_a_score_that_no_test_knows_is_held_to_the_margin_by_its_value(
+    tmp_path, bleu, now, outcome
+):
     store = with_bleu(tmp_path, now)
     with pytest.raises(RecipeError, match="no margin by default: bleu, mid; add --margin"):
-        check.check(store, path)
-    result = check.check(store, path, margins={"bleu": 1.0, "mid": 1.0})
+        check.check(store, bleu)
+    result = check.check(store, bleu, margins={"bleu": 1.0, "mid": 1.0})
     gates = [gate for gate in result.gates if gate.metric in ("bleu", "mid")]
     assert [gate.outcome for gate in gates] == [outcome] * 2
     assert all("the margin: by its value alone" in gate.reason for gate in gates)

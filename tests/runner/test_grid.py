@@ -32,10 +32,15 @@ from qbench.store import Store
 
 TASKS = ["demo_lastword"]
 TEXT = {"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32}
-ONE = {"softpick": str(DEMO / "softpick")}  # of the two checkpoints
 
 
 pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture
+def one(two_blocks):
+    """One checkpoint."""
+    return {"softpick": str(two_blocks)}
 
 
 def planned(folder, **changes):
@@ -58,28 +63,28 @@ def workers():
     return Workers([0, 0], device="cpu")
 
 
-def test_cells_in_a_thread_have_the_scores_and_the_damage_of_cells_here(tmp_path, monkeypatch):
+def test_cells_in_a_thread_have_the_scores_and_the_damage_of_cells_here(tmp_path, monkeypatch, one):
     looked_through, require = [], module.require_no_links
     monkeypatch.setattr(
         module, "require_no_links", lambda folder: looked_through.append(folder) or require(folder)
     )
-    shown, plan_ = io.StringIO(), planned(tmp_path, checkpoints=ONE)
+    shown, plan_ = io.StringIO(), planned(tmp_path, checkpoints=one)
     here = run_cells(plan_, out=tmp_path / "here", cache=tmp_path / "another cache")
     assert looked_through.count(tmp_path / "here") == 1  # not once per cell
     with ThreadPoolExecutor(1) as executor, Display(shown, 2) as display:
         records = run_cells(plan_, out=tmp_path / "out", executor=executor, progress=display)
     assert looked_through.count(tmp_path / "out") == 1
-    assert {one.cell: one.scores for one in records} == {one.cell: one.scores for one in here}
+    assert {r.cell: r.scores for r in records} == {r.cell: r.scores for r in here}
     assert shown.getvalue().count(": done (") == 2
     assert "softpick/rtn-4bit: evaluate demo_lastword" in shown.getvalue()
     assert all(record.damage.tasks for record in records if record.quantized)
 
 
-def test_an_audit_is_the_same_against_a_copy_of_the_original(tmp_path, monkeypatch):
+def test_an_audit_is_the_same_against_a_copy_of_the_original(tmp_path, monkeypatch, one):
     from qbench import cell
 
     plan_ = planned(
-        tmp_path, checkpoints=ONE, quantizers=["fp32", "gptq-4bit+int8-token+rotation"],
+        tmp_path, checkpoints=one, quantizers=["fp32", "gptq-4bit+int8-token+rotation"],
         calibration=TEXT,
     )  # fmt: skip
 
@@ -269,9 +274,11 @@ def test_the_longest_cell_begins_whether_its_unquantized_one_is_done_or_at_work(
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_cell_waits_for_the_hidden_states_of_the_unquantized_one(tmp_path, monkeypatch, ends):
+def test_a_cell_waits_for_the_hidden_states_of_the_unquantized_one(
+    tmp_path, monkeypatch, ends, one
+):
     """They are there before its record. If it ends without them, damage is not measured."""
-    plan_, at_work = planned(tmp_path, checkpoints=ONE), tmp_path / "at work"
+    plan_, at_work = planned(tmp_path, checkpoints=one), tmp_path / "at work"
     base, cell = plan_.cells
     store, others = Store(tmp_path / "out"), Store(tmp_path / "another out")
     at_work.touch()
@@ -295,9 +302,9 @@ def test_a_cell_waits_for_the_hidden_states_of_the_unquantized_one(tmp_path, mon
 
 
 def test_kl_of_some_tasks_is_not_shown_if_the_unquantized_cell_ends_before_the_others(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, one
 ):
-    plan_ = planned(tmp_path, checkpoints=ONE, tasks=["demo_lastword", "demo_choice"])
+    plan_ = planned(tmp_path, checkpoints=one, tasks=["demo_lastword", "demo_choice"])
     base, cell = plan_.cells
     store, at_work = Store(tmp_path / "out"), tmp_path / "at work"
     run(base, plan_, Store(tmp_path / "another out"), SilentProgress(), tmp_path)
@@ -320,8 +327,10 @@ def test_kl_of_some_tasks_is_not_shown_if_the_unquantized_cell_ends_before_the_o
     assert not compare(store).kl.means
 
 
-def test_damage_is_added_to_a_cell_that_begins_beside_the_unquantized_one(tmp_path, monkeypatch):
-    plan_ = planned(tmp_path, checkpoints=ONE)
+def test_damage_is_added_to_a_cell_that_begins_beside_the_unquantized_one(
+    tmp_path, monkeypatch, one
+):
+    plan_ = planned(tmp_path, checkpoints=one)
     store, cell, begun = Store(tmp_path / "out"), plan_.cells[1], []
     [record] = run_cells(plan_, out=tmp_path / "out", cells=[cell], cache=tmp_path)
     assert record.damage.retry

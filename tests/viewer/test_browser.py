@@ -280,7 +280,7 @@ def test_the_site_opens_from_a_disk(folder, tmp_path, page):
     page.wait_for_selector(".tokens span")
 
 
-@pytest.mark.parametrize("name", ["pair-27m", slow("seeds-27m-kv"), "published-27m-gguf"])
+@pytest.mark.parametrize("name", ["pair-27m", slow("seeds-27m-kv"), slow("published-27m-gguf")])
 def test_real_results_from_the_answer_to_a_document_and_why(at, page, name):
     """Two models, seeds of two, and published files of one."""
     real = RESULTS / name
