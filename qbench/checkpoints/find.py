@@ -287,8 +287,9 @@ def read_headers(
     if others and not quantized:
         first = headers[others[0]]
         raise CheckpointError(
-            f"{some(others)}: the first is of type {first.dtype}, in {first.file}; name an "
-            f"unquantized copy, of floating-point numbers ({', '.join(sorted(FLOATS))})"
+            f"{some(others)}: the first is of type {first.dtype}, in {first.file}; weights must be "
+            f"unquantized floating-point numbers ({', '.join(sorted(FLOATS))}): name an "
+            "unquantized copy"
         )
     return headers
 

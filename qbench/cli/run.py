@@ -302,7 +302,9 @@ def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
         )
     quantized = all(cell.quantization.precision.quantized for cell in planned.cells)
     if quantized and not planned.recipe.without_baseline:
-        lines.append("no damage is measured: add an unquantized precision, such as bf16")
+        lines.append(
+            "no damage is measured: add an unquantized precision to quantizers, such as bf16"
+        )
     return lines
 
 

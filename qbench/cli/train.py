@@ -161,4 +161,6 @@ def show_trained(trainings: Sequence[Training], planned_runs: int) -> None:
             )
         typer.echo(line)
     if len(trainings) < planned_runs:
-        typer.echo(f"{len(trainings)} of {planned_runs} runs are done; run the command again")
+        typer.echo(
+            f"{len(trainings)} of {planned_runs} runs are done; run the same command to continue"
+        )

@@ -142,8 +142,9 @@ class Trainer:
         texts = hashlib.sha256(self.held_out.numpy()).hexdigest()
         if self.progress.held_out not in (None, texts):
             raise TrainingError(
-                "watch.samples, watch.length: the state was evaluated on other held-out texts; set "
-                f"them back, or remove {run.state} to train from the start"
+                "watch.samples, watch.length: the state was evaluated on other held-out texts, "
+                f"whose losses do not compare; set them back, or remove {run.state} to train from "
+                "the start"
             )
         self.progress.held_out = texts
         if self.progress.step:
@@ -248,7 +249,9 @@ class Trainer:
         kept = "there is no earlier state yet"
         if saved := self.progress.sessions[-1].last_step:
             kept = f"the state of step {saved} is kept in {self.run.state.parent}"
-        raise TrainingError(f"step {step}: {wrong}; lower the learning rate, or warm up ({kept})")
+        raise TrainingError(
+            f"step {step}: {wrong}; lower the learning rate or warm up longer ({kept})"
+        )
 
     def _evaluate(self) -> None:
         """Measure the model on the held-out texts, and save it if it is the best so far. It is

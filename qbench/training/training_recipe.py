@@ -240,7 +240,8 @@ class TrainingRecipe(Strict):
                 )
         if self.model.rope_theta is None and any("+" in name for name in self.normalizers):
             raise ValueError(
-                "model.rope_theta: a gate needs a rotary embedding; set it, or leave the gate out"
+                "model.rope_theta: a gate needs a rotary embedding; set a number, or leave the "
+                "gate out"
             )
         return self
 

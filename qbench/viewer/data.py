@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 # (record, task) → by document, the texts of each request and the right answer
 Texts = Callable[[Record, str], Mapping[int, Question]]
-NO_TEXTS = "The texts of these documents are not available: name --data and --definitions."
+NO_TEXTS = (
+    "The texts of these documents are not available: name the run's --data and --definitions."
+)
 
 
 class WholeStore(Store):
