@@ -79,12 +79,18 @@ KINDS = {"weights": r"(bnb|gptq|hqq).*", "activations": r"[aw]\d.*", "KV cache":
 
 
 @lru_cache
+def all_numbers() -> pd.DataFrame:
+    """Return docs/numbers.csv, its texts as objects, of which rows are taken faster."""
+    numbers = pd.read_csv(ROOT / "docs" / "numbers.csv")
+    return numbers.astype(dict.fromkeys(numbers.select_dtypes("str"), object))
+
+
+@lru_cache
 def pair(name: str) -> pd.DataFrame:
     """Return a pair's rows, with ``holm``: the p-values of its differences of damage after Holm's
     correction over all of them. A cell of two folders counts once; scores at chance are not
     tested."""
-    numbers = pd.read_csv(ROOT / "docs" / "numbers.csv")
-    numbers = numbers.astype(dict.fromkeys(numbers.select_dtypes("str"), object))  # quicker to take
+    numbers = all_numbers()
     rows = numbers[numbers.folder.isin(PAIRS[name])].drop_duplicates(KEYS).copy()
     rows["kind"] = [
         next((kind for kind, names in KINDS.items() if re.fullmatch(names, str(quantizer))), "")

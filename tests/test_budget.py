@@ -329,14 +329,8 @@ def test_a_peer_is_compared_on_the_same_documents_a_copy_or_the_best_uniform_col
 @pytest.mark.usefixtures("own_cache")
 def test_head_and_embeddings_have_choices_and_count_in_the_budget(tmp_path, checkpoint):
     command = (
-        "budget",
-        *checkpoint,
-        *OPTIONS,
-        "--methods",
-        "gptq-2bit,hqq-3bit,rtn-8bit",
-        "--length",
-        32,
-    )
+        "budget", *checkpoint, *OPTIONS, "--methods", "gptq-2bit,hqq-3bit,rtn-8bit", "--length", 32,
+    )  # fmt: skip
     assert qbench(*command, "--bits", 4.5, "--out", tmp_path / "without") == 0
     more = ("--include", "lm_head,embeddings")
     assert qbench(*command, *more, "--bits", 4.5, "--out", tmp_path / "with") == 0

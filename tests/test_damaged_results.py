@@ -60,12 +60,9 @@ COMMANDS = {
     "export": ["export", "{grid}", "--to", "lm-eval", "--out", "{out}"],
 }
 READ_BY = {
-    "record": ["tables", "explain"],
-    "outcomes": ["tables", "check"],
-    "grid": ["tables", "check"],
-    "responses": ["export"],
-    "baseline": ["check"],
-}
+    "record": ["tables", "explain"], "outcomes": ["tables", "check"], "grid": ["tables", "check"],
+    "responses": ["export"], "baseline": ["check"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "reader"), [(k, c) for k, cs in READ_BY.items() for c in cs])

@@ -14,19 +14,12 @@ from qbench.tables import render
 from qbench.text import as_csv, duration, for_csv, for_markdown, group_by_reason, number, table
 
 HOSTILE = {
-    "newline": "a\n\\input{/etc/passwd}",
-    "carriage return": "a\r\\immediate\\write18{id}",
-    "backslash": "\\end{longtable}\\newpage",
-    "comment": "a%b{",
-    "tag": "<script>alert(1)</script>",
-    "columns": "a|b||c\\|d",
-    "link": "[x](javascript:alert(1))",
-    "formula": '=HYPERLINK("http://x","y")',
-    "full width": "＝1+1",
-    "tab": "\t=1",
-    "right to left": "abc\u202eexe",
-    "surrogate": "a\ud800b",
-}
+    "newline": "a\n\\input{/etc/passwd}", "carriage return": "a\r\\immediate\\write18{id}",
+    "backslash": "\\end{longtable}\\newpage", "comment": "a%b{", "tag": "<script>alert(1)</script>",
+    "columns": "a|b||c\\|d", "link": "[x](javascript:alert(1))",
+    "formula": '=HYPERLINK("http://x","y")', "full width": "＝1+1", "tab": "\t=1",
+    "right to left": "abc\u202eexe", "surrogate": "a\ud800b",
+}  # fmt: skip
 ALL = pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 
 

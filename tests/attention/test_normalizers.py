@@ -126,13 +126,10 @@ def test_a_models_parameters_are_taken_from_its_attention_modules_and_trained():
 @pytest.mark.parametrize(
     ("normalizer", "handed_over", "refused"),
     [
-        ("softmax", "s_aux", True),
-        ("softpick", "s_aux", True),
-        ("softpick", "position_bias", True),
-        ("sunk", "cache", True),
-        ("sunk", "s_aux", False),
+        ("softmax", "s_aux", True), ("softpick", "s_aux", True),
+        ("softpick", "position_bias", True), ("sunk", "cache", True), ("sunk", "s_aux", False),
     ],
-)
+)  # fmt: skip
 def test_what_changes_the_weights_is_a_parameter_or_refused(normalizer, handed_over, refused):
     attention = ALL_ATTENTION_FUNCTIONS[attention_name(normalizer, "reference", "cpu")]
     module = torch.nn.Module()

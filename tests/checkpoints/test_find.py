@@ -92,12 +92,9 @@ SOURCES = {
     "lone surrogate": "folder-\udcff",
 }
 CONFIGS = {
-    "nested": "[" * 100_000,
-    "no JSON": "{",
-    "no object": "[]",
-    "no UTF-8": b"\xff\xfe{}",
+    "nested": "[" * 100_000, "no JSON": "{", "no object": "[]", "no UTF-8": b"\xff\xfe{}",
     "no model_type": "{}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
@@ -120,13 +117,10 @@ def test_a_config_that_is_no_object_of_a_model_is_refused(tmp_path, content):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("num_hidden_layers", 10**9),
-        ("num_hidden_layers", "12"),
-        ("hidden_size", -64),
-        ("num_attention_heads", True),
-        ("max_position_embeddings", "long"),
+        ("num_hidden_layers", 10**9), ("num_hidden_layers", "12"), ("hidden_size", -64),
+        ("num_attention_heads", True), ("max_position_embeddings", "long"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.timeout(20)
 def test_a_size_that_is_none_is_refused(tmp_path, config, field, value):
     with pytest.raises(CheckpointError, match=field):

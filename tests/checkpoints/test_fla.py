@@ -25,18 +25,11 @@ PUBLISHED = {
 
 
 NOT_COMPUTED = [  # another value would be another model
-    ("hidden_act", "powlu"),
-    ("qk_norm", True),
-    ("qkv_bias", True),
-    ("attention_bias", True),
-    ("window_size", 128),
-    ("attnres_block_size", 4),
-    ("use_myopic_loss", True),
-    ("elementwise_affine", False),
-    ("norm_first", True),
-    ("rope_scaling", {"type": "linear", "factor": 2.0}),
-    ("qbench_gate", "layer"),
-]
+    ("hidden_act", "powlu"), ("qk_norm", True), ("qkv_bias", True), ("attention_bias", True),
+    ("window_size", 128), ("attnres_block_size", 4), ("use_myopic_loss", True),
+    ("elementwise_affine", False), ("norm_first", True),
+    ("rope_scaling", {"type": "linear", "factor": 2.0}), ("qbench_gate", "layer"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

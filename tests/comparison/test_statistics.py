@@ -37,13 +37,10 @@ def test_the_interval_of_a_log_ratio_is_that_of_llama_cpps_covariance_formula():
 
 
 LENGTHS = {  # the spread of lengths' logarithm; a token's damage by that logarithm; its noise
-    "at random": (1.0, 0.0, "normal"),
-    "at random, heavy tails": (1.0, 0.0, "t(3)"),
-    "as WikiText's": (0.74, 0.1, "normal"),
-    "less on long pages": (1.0, -0.1, "normal"),
-    "heavy tails": (1.0, 0.1, "t(3)"),
-    "one length": (0.0, 0.0, "t(3)"),
-}
+    "at random": (1.0, 0.0, "normal"), "at random, heavy tails": (1.0, 0.0, "t(3)"),
+    "as WikiText's": (0.74, 0.1, "normal"), "less on long pages": (1.0, -0.1, "normal"),
+    "heavy tails": (1.0, 0.1, "t(3)"), "one length": (0.0, 0.0, "t(3)"),
+}  # fmt: skip
 
 
 def coverage(case, pages, simulations):

@@ -53,15 +53,11 @@ def loaded(folder, task, split, rows):
 
 
 GOOD = [
-    ("copa", "validation", COPA),
-    ("quiz", "test", QUIZ),
-    ("arc_easy", "test", ARC),
-    ("winogrande", "validation", WINOGRANDE),
-    ("hellaswag", "validation", HELLASWAG),
-    ("wikitext", "test", WIKITEXT),
-    ("lambada_openai", "test", {"text": "The sky is blue"}),
+    ("copa", "validation", COPA), ("quiz", "test", QUIZ), ("arc_easy", "test", ARC),
+    ("winogrande", "validation", WINOGRANDE), ("hellaswag", "validation", HELLASWAG),
+    ("wikitext", "test", WIKITEXT), ("lambada_openai", "test", {"text": "The sky is blue"}),
     ("demo_pages", "test", WIKITEXT),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "split", "row"), GOOD, ids=[good[0] for good in GOOD])

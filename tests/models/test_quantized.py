@@ -24,11 +24,8 @@ def ids(seed, samples):
 PROBE = ids(0, 2)
 CALIBRATION = Calibration(ids=ids(1, 8))
 WORDS = {
-    "router": "routers",
-    "gate": "routers",
-    "conv": "short convolutions",
-    "A_log": "state spaces",
-}
+    "router": "routers", "gate": "routers", "conv": "short convolutions", "A_log": "state spaces",
+}  # fmt: skip
 # Of a tiny model's weights more than the hundredth that need not be said.
 SAID = dict.fromkeys(("mamba2", "falcon_h1", "nemotron_h"), ("conv1d",)) | {
     "mamba": ("conv1d", "A_log", "dt_proj"),
@@ -67,18 +64,12 @@ def test_an_unquantized_model_passes(kind, tmp_path):
 
 
 METHODS = (
-    ("hqq-4bit", {"optimize": False}),
-    ("bnb-4bit", {}),
-    ("bnb-8bit", {}),
-    ("gptq-4bit", {}),
+    ("hqq-4bit", {"optimize": False}), ("bnb-4bit", {}), ("bnb-8bit", {}), ("gptq-4bit", {}),
     ("gptq-4bit", {"desc_act": True, "true_sequential": False}),
-)
+)  # fmt: skip
 DAILY = {
-    ("gpt_oss", "hqq-4bit"),
-    ("gpt2", "bnb-8bit"),
-    ("mixtral", "bnb-4bit"),
-    ("gpt2", "gptq-4bit"),
-}
+    ("gpt_oss", "hqq-4bit"), ("gpt2", "bnb-8bit"), ("mixtral", "bnb-4bit"), ("gpt2", "gptq-4bit"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

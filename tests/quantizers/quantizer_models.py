@@ -20,15 +20,10 @@ from qbench.records import Audit
 needs_vnni = pytest.mark.skipif(int8_problem() is not None, reason=str(int8_problem()))
 VOCABULARY = 97
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 DIGEST = "0123456789abcdef" * 4
 
 

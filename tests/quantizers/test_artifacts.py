@@ -62,20 +62,15 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
         *(
             path_of(tmp_path, replace(chosen, weights=replace(chosen.weights, **{name: value})))
             for name, value in {
-                "num_bits": 3,
-                "group_size": 16,
-                "symmetric": False,
-                "desc_act": True,
-                "damp": 0.02,
-                "compute_dtype": "bfloat16",
-                "ignore": ("o_proj",),
+                "num_bits": 3, "group_size": 16, "symmetric": False, "desc_act": True, "damp": 0.02,
+                "compute_dtype": "bfloat16", "ignore": ("o_proj",),
             }.items()
         ),
         path_of(tmp_path, chosen, attention="qbench-softpick-reference"),
         path_of(tmp_path, chosen, normalizer_source="a" * 64),
         path_of(tmp_path, chosen, normalizer_source="b" * 64),
         path_of(tmp_path, chosen, device=torch.device("meta")),
-    }
+    }  # fmt: skip
     assert len(paths) == 14
 
 

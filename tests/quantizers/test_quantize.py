@@ -308,14 +308,11 @@ def test_a_pattern_that_names_nothing_is_refused_with_what_there_is(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        ("experts", {"a.0.mlp.experts.up"}),
-        ("mlp.experts", {"a.0.mlp.experts.up"}),
-        ("expert", set()),
-        ("a.0.o", {"a.0.o"}),
-        ("*.o", {"a.0.o", "a.1.o"}),
+        ("experts", {"a.0.mlp.experts.up"}), ("mlp.experts", {"a.0.mlp.experts.up"}),
+        ("expert", set()), ("a.0.o", {"a.0.o"}), ("*.o", {"a.0.o", "a.1.o"}),
         ("a.[1-9].*", {"a.1.o"}),
     ],
-)
+)  # fmt: skip
 def test_patterns_are_parts_of_names_or_whole_names_with_wildcards(pattern, expected):
     assert matching(["a.0.mlp.experts.up", "a.0.o", "a.1.o"], (pattern,)) == expected
 

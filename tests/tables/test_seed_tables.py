@@ -121,9 +121,6 @@ def test_a_checkpoint_that_was_trained_once_is_shown_beside_the_first(tmp_path):
     assert text.startswith("# Results in other (recipe grid): softmax (3 trainings);")
     titles = [line[4:] for line in text.splitlines() if line.startswith("### ")]
     assert titles == [
-        "Precisions",
-        "GPTQ over seeds (3 of softmax)",
-        "GPTQ over seeds: damage",
-        "GPTQ: Δ = softpick − softmax.1",
-        "GPTQ: damage, and softpick’s − softmax.1’s",
-    ]
+        "Precisions", "GPTQ over seeds (3 of softmax)", "GPTQ over seeds: damage",
+        "GPTQ: Δ = softpick − softmax.1", "GPTQ: damage, and softpick’s − softmax.1’s",
+    ]  # fmt: skip

@@ -14,18 +14,12 @@ VOCABULARY = 64
 RECIPE = {
     "name": "small",
     "model": {"hidden": 16, "layers": 2, "heads": 2, "vocabulary": VOCABULARY, "context": 16},
-    "normalizers": ["softmax", "softpick"],
-    "seeds": [3],
-    "data": {"tokens": "tokens"},
-    "tokens": 2560,
-    "batch": {"tokens": 64, "sequences": 2},
-    "optimizer": {"learning_rate": 3e-3, "eps": 1e-15},
-    "schedule": {"warmup_steps": 5},
+    "normalizers": ["softmax", "softpick"], "seeds": [3], "data": {"tokens": "tokens"},
+    "tokens": 2560, "batch": {"tokens": 64, "sequences": 2},
+    "optimizer": {"learning_rate": 3e-3, "eps": 1e-15}, "schedule": {"warmup_steps": 5},
     "compute": {"precision": "float32", "compile": False},
-    "watch": {"every": 10, "samples": 4, "length": 16},
-    "log_every": 5,
-    "save_every": 10,
-}
+    "watch": {"every": 10, "samples": 4, "length": 16}, "log_every": 5, "save_every": 10,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
