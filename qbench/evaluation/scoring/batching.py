@@ -66,10 +66,12 @@ class Requests:
         """Return how many tokens of each are scored [R]: those of the continuation."""
         return self.lengths - self.contexts
 
-    @cached_property
-    def sortable(self) -> bytes:
-        """Return all tokens as bytes, four for each: sequences of them sort as their tokens do."""
-        return self.tokens.astype(">u4").tobytes()
+    def texts(self, firsts: np.ndarray, counts: np.ndarray) -> list[bytes]:
+        """Return tokens as bytes, four for each, which sort as they do: from each of ``firsts`` on
+        as many as ``counts`` says."""
+        ids = self.tokens.astype(">u4").tobytes()
+        ends = (4 * (firsts + counts)).tolist()
+        return [ids[first:end] for first, end in zip((4 * firsts).tolist(), ends, strict=True)]
 
     def take(self, indexes: Sequence[int]) -> Requests:
         """Return the requests ``indexes``, as those of a call of their own."""
@@ -334,20 +336,6 @@ def characters(texts: Iterable[tuple[str, ...]]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """Groups of requests for one forward pass; ``collate`` makes its input."""
-
-    groups: Sequence[Any]
-
-    def split(self) -> tuple[Self, Self] | None:
-        """Return the plan as two halves; None if it has a single group."""
-        if len(self.groups) == 1:
-            return None
-        half = (len(self.groups) + 1) // 2
-        return replace(self, groups=self.groups[:half]), replace(self, groups=self.groups[half:])
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
     """Requests with the same model input, as indexes in the list of all. The input has ``length``
     tokens.
@@ -391,9 +379,7 @@ class Padding:
                 return 0
             return group.length if self.one_length else 1
 
-        firsts = 4 * requests.starts
-        spans = zip(firsts.tolist(), (firsts + 4 * requests.lengths - 4).tolist(), strict=True)
-        inputs = [requests.sortable[first:last] for first, last in spans]
+        inputs = requests.texts(requests.starts, requests.lengths - 1)
         for part in parts:
             by_input: dict[bytes, list[int]] = {}
             for i in part:
@@ -408,17 +394,23 @@ class Padding:
                     length = left[0].length  # the longest come first
                     if self.batch_tokens is not None:
                         size = max(1, self.batch_tokens // length)
-                    batches.append(PaddedBatch(left[:size], length, self))
+                    batches.append(PaddedBatch(left[:size], length))
                     del left[:size]
         return batches
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedBatch(BatchPlan):
-    """Sequences padded on the right to ``length`` tokens; its halves keep that length."""
+class PaddedBatch:
+    """Inputs of ``groups``, padded on the right to ``length`` tokens."""
 
+    groups: list[Group]
     length: int
-    padding: Padding
+
+    def split(self) -> tuple[Self, Self] | None:
+        """Return two halves, of the same length; None if there is a single group."""
+        half = (len(self.groups) + 1) // 2
+        parts = self.groups[:half], self.groups[half:]
+        return tuple(replace(self, groups=part) for part in parts) if parts[1] else None
 
     @property
     def tokens(self) -> int:
@@ -518,24 +510,6 @@ GRID = 65_535  # segments × heads, which attention's kernels take along a dimen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixGroups:
-    """G prefix groups. Their S segments are the prefix and the suffixes of one after another:
-    ``segments`` [G + 1] where those of each group begin, ``sources`` [S] where their tokens begin
-    in those of all requests, ``lengths`` [S] how many they are, ``before`` [S] the tokens of the
-    prefix if it is a suffix. ``members`` [G + 1]: where the requests of each group begin in
-    ``request_indices`` [R] and ``last`` [R], the segment of the group that its input ends with.
-    """
-
-    segments: np.ndarray
-    sources: np.ndarray
-    lengths: np.ndarray
-    before: np.ndarray
-    members: np.ndarray
-    request_indices: np.ndarray
-    last: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch(Batch):
     """A pack of T tokens: ``ids`` [1, T] at ``positions`` [1, T]. Its segments are the prefixes and
     suffixes in order: ``cu_seqlens_q`` [S + 1] of their tokens, ``cu_seqlens_k`` of the keys that
@@ -561,53 +535,70 @@ class Packing:
     def plan(self, requests: Requests, *, windows: bool) -> list[Pack]:
         """Return packs of ``requests``, the longest prefix groups first. ``windows``, of
         ``Padding.plan``, changes nothing."""
-        groups = prefix_groups(requests, self.max_length, self.batch_tokens, self.segments)
-        firsts, lengths = groups.segments[:-1], groups.lengths
-        tokens, keys = (np.add.reduceat(n, firsts) for n in (lengths, lengths + groups.before))
-        sizes = np.stack((tokens, keys, np.diff(groups.segments)))
+        whole = prefix_groups(requests, self.max_length, self.batch_tokens, self.segments)
+        firsts, lengths = np.flatnonzero(whole.before == 0), whole.lengths
+        each = (lengths, lengths + whole.before, np.ones_like(lengths))  # tokens, keys, segments
+        sizes = np.stack([np.add.reduceat(counts, firsts) for counts in each])
         most = (self.batch_tokens, KEY_RATIO * self.batch_tokens, self.segments)
         totals, bounds = np.cumsum(sizes, axis=1), [0]
         while (first := bounds[-1]) < len(firsts):
             before = totals[:, first] - sizes[:, first]
             fits = map(np.searchsorted, totals, before + most, itertools.repeat("right"))
             bounds.append(max(first + 1, int(min(fits))))
-        return [Pack(range(a, b), groups) for a, b in itertools.pairwise(bounds)]
+        ends = np.append(firsts, len(lengths))[bounds]
+        return [whole.part(first, end) for first, end in itertools.pairwise(ends)]
 
 
-@dataclass(frozen=True, slots=True)
-class Pack(BatchPlan):
-    """Prefix groups in one row of tokens: those of ``planned`` with the indexes ``groups``."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pack:
+    """Prefix groups in one row of tokens. Its S segments are the prefix and the suffixes of one
+    after another: ``sources`` [S] is where their tokens begin in those of all requests, ``lengths``
+    [S] how many they are, ``before`` [S] the tokens of the prefix if it is a suffix, else 0.
+    ``request_indices`` [R] are in the order of groups, ``last`` [R] the segment that each one's
+    input ends with.
+    """
 
-    planned: PrefixGroups
+    sources: np.ndarray
+    lengths: np.ndarray
+    before: np.ndarray
+    request_indices: np.ndarray
+    last: np.ndarray
 
-    def _within(self, firsts: np.ndarray) -> slice:
-        """Return which segments or members, which begin at ``firsts`` in each group, are here."""
-        return slice(firsts[self.groups.start], firsts[self.groups.stop])
+    def part(self, first: int, end: int) -> Pack:
+        """Return the groups whose segments are those from ``first`` on before ``end``."""
+        here = slice(first, end)
+        members = (self.last >= first) & (self.last < end)
+        return Pack(
+            sources=self.sources[here], lengths=self.lengths[here], before=self.before[here],
+            request_indices=self.request_indices[members], last=self.last[members] - first,
+        )  # fmt: skip
+
+    def split(self) -> tuple[Pack, Pack] | None:
+        """Return two halves; None if there is a single group."""
+        firsts = np.flatnonzero(self.before == 0)
+        if len(firsts) == 1:
+            return None
+        middle = firsts[(len(firsts) + 1) // 2]
+        return self.part(0, middle), self.part(middle, len(self.lengths))
 
     @property
     def tokens(self) -> int:
         """Return how many tokens the row has."""
-        return int(self.planned.lengths[self._within(self.planned.segments)].sum())
+        return int(self.lengths.sum())
 
     @property
     def requests(self) -> int:
         """Return how many requests it scores."""
-        members = self._within(self.planned.members)
-        return int(members.stop - members.start)
+        return len(self.request_indices)
 
     def collate(self, requests: Requests) -> PackedBatch:
         """Return the pack as a row of ids [1, T], with segments and what hidden states score;
         ``requests``: all that were planned."""
-        planned, here = self.planned, self._within(self.planned.segments)
-        sources, lengths, before = (
-            each[here] for each in (planned.sources, planned.lengths, planned.before)
-        )
+        lengths, before, last = self.lengths, self.before, self.last
         ends = np.cumsum(lengths)
         starts = ends - lengths
         prefixes = np.maximum.accumulate(np.where(before == 0, starts, 0))  # of each segment
-        members = planned.request_indices[self._within(planned.members)]
-        last = planned.last[self._within(planned.members)] - here.start
-        scored = requests.scored[members]
+        scored = requests.scored[self.request_indices]
         # of a request the last ones; those that its suffix lacks end the prefix
         counts = np.minimum(scored, lengths[last])
         firsts = np.stack((prefixes[last] + before[last] - scored + counts, ends[last] - counts), 1)
@@ -617,84 +608,72 @@ class Pack(BatchPlan):
             seen = np.stack((prefixes, starts), 1), np.stack((before, lengths), 1)
             keys = _ranges(*(each.ravel() for each in seen))
         return PackedBatch(
-            ids=requests.tokens[_ranges(sources, lengths)].astype(np.int64)[None],
+            ids=requests.tokens[_ranges(self.sources, lengths)].astype(np.int64)[None],
             positions=_ranges(before, lengths)[None],
             cu_seqlens_q=np.cumsum([0, *lengths], dtype=np.int32),
             cu_seqlens_k=np.cumsum([0, *(before + lengths)], dtype=np.int32),
             keys=keys,
-            **_scored_by(requests, members, hidden),
+            **_scored_by(requests, self.request_indices, hidden),
         )
 
 
-def prefix_groups(
-    requests: Requests, max_length: int, batch_tokens: int, segments: int
-) -> PrefixGroups:
+def prefix_groups(requests: Requests, max_length: int, batch_tokens: int, segments: int) -> Pack:
     """Return one group per context of ``requests``, or several if they exceed a pack's
-    ``batch_tokens`` or ``segments``, the longest first. A context that is truncated to fit
-    ``max_length`` is not shared, nor is one of a few tokens: every document's first rolling window
-    has only the prefix token as its context."""
-    whole, tokens = requests.lengths - 1, requests.sortable
+    ``batch_tokens`` or ``segments``, the longest first, in one row. A context that is truncated to
+    fit ``max_length`` is not shared, nor is one of a few tokens: every document's first rolling
+    window has only the prefix token as its context."""
+    whole = requests.lengths - 1
     sizes = np.minimum(whole, max_length)  # of inputs
+    begins = requests.starts + whole - sizes
     separate = (sizes < whole) | (requests.contexts < LEAST)
     shared = np.where(separate, whole, requests.contexts)
     by_context: dict[bytes, list[int]] = {}
-    ends = (4 * (requests.starts + shared)).tolist()
-    for i, (start, end) in enumerate(zip((4 * requests.starts).tolist(), ends, strict=True)):
-        by_context.setdefault(tokens[start:end], []).append(i)
-    parts, lengths = list[list[int]](), requests.lengths.tolist()
+    for i, context in enumerate(requests.texts(requests.starts, shared)):
+        by_context.setdefault(context, []).append(i)
+    inputs, lengths = requests.texts(begins, sizes), requests.lengths.tolist()
+    listed, starts, earliest = list[int](), list[int](), list[int]()  # starts: of groups
+    alike: dict[tuple[int, bytes], int] = {}  # group and input → the first member with it
     for context, indexes in by_context.items():
-        parts.append([])
+        starts.append(len(listed))
         held = length = len(context) // 4
         for i in indexes:
-            more = lengths[i] - length
-            if parts[-1] and (held + more > batch_tokens or len(parts[-1]) + 1 >= segments):
-                parts.append([])
-                held = length
-            parts[-1].append(i)
-            held += more
-    members = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64, count=len(requests))
-    counts = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
-    firsts = np.cumsum(counts) - counts
-    begins = (requests.starts + whole - sizes)[members]
-    # the prefix: the context, and what all of a group's inputs have after it
-    known = np.minimum(shared, sizes)[members]
-    sizes, head = sizes[members], np.repeat(firsts, counts)
-    both = np.minimum(sizes - known, (sizes - known)[head])
-    pairs = (requests.tokens[_ranges(at, both)] for at in (begins + known, (begins + known)[head]))
-    differ = np.flatnonzero(np.not_equal(*pairs))
-    member = np.repeat(np.arange(len(members)), both)[differ]
-    alike = both.copy()
-    np.minimum.at(alike, member, differ - (np.cumsum(both) - both)[member])
-    prefixes = known[firsts] + np.minimum.reduceat(alike, firsts)
-    # suffixes, each once
-    prefix = np.repeat(prefixes, counts)
-    rests, sources = sizes - prefix, begins + prefix
-    ends, at = (4 * (begins + sizes)).tolist(), {}
-    suffixes = zip(head.tolist(), (4 * sources).tolist(), ends, strict=True)
-    earliest = np.asarray(
-        [at.setdefault((of, tokens[a:b]), i) for i, (of, a, b) in enumerate(suffixes)]
-    )
+            held += lengths[i] - length
+            count = len(listed) - starts[-1]
+            if count and (held > batch_tokens or count + 1 >= segments):
+                starts.append(len(listed))
+                held = lengths[i]
+            earliest.append(alike.setdefault((len(starts), inputs[i]), len(listed)))
+            listed.append(i)
+    members, firsts = np.asarray(listed), np.asarray(starts)
+    group = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(members)))
+    # a prefix is the context, and what all of a group's inputs have after it
+    sizes, begins, known = sizes[members], begins[members], np.minimum(shared, sizes)[members]
+    rests, after = sizes - known, begins + known
+    both = np.minimum(rests, rests[firsts][group])
+    pairs = [requests.tokens[_ranges(at, both)] for at in (after, after[firsts][group])]
+    differ = np.flatnonzero(pairs[0] != pairs[1])
+    prefixes = np.minimum.reduceat(both, firsts)
+    np.minimum.at(prefixes, np.repeat(group, both)[differ], _ranges(0 * both, both)[differ])
+    prefixes += known[firsts]
+    # each suffix once
+    before = prefixes[group]
+    rests = sizes - before
     new = (rests > 0) & (earliest == np.arange(len(members)))
-    total = (prefixes + np.add.reduceat(rests * new, firsts)).tolist()
-    texts = zip((4 * begins[firsts]).tolist(), (4 * sources[firsts]).tolist(), strict=True)
-    keys = [(-count, tokens[a:b]) for count, (a, b) in zip(total, texts, strict=True)]
-    order = np.asarray(sorted(range(len(parts)), key=keys.__getitem__))
-    # in this order
-    member = _ranges(firsts[order], counts[order])
-    first_members = np.cumsum([0, *counts[order]])
-    first_segments = np.cumsum([0, *(1 + np.add.reduceat(new, firsts, dtype=np.int64)[order])])
-    group = np.repeat(np.arange(len(parts)), counts[order])
-    segment = np.empty(len(members), dtype=np.int64)
-    segment[member] = np.cumsum(new[member]) + group
-    result = np.zeros((3, first_segments[-1]), dtype=np.int64)
-    result[:2, first_segments[:-1]] = begins[firsts][order], prefixes[order]
-    result[:, segment[new]] = sources[new], rests[new], prefix[new]
-    return PrefixGroups(
-        segments=first_segments,
-        sources=result[0],
-        lengths=result[1],
-        before=result[2],
-        members=first_members,
+    tokens = prefixes + np.add.reduceat(rests * new, firsts)
+    texts = requests.texts(begins[firsts], prefixes)
+    longest_first = list(zip((-tokens).tolist(), texts, strict=True))
+    order = sorted(range(len(firsts)), key=longest_first.__getitem__)
+    rank = np.argsort(order)[group]
+    of_segments = np.concatenate((rank[firsts], rank[new]))  # prefixes, and then suffixes
+    segment, member = (np.argsort(each, kind="stable") for each in (of_segments, rank))
+    suffix = len(firsts) - 1 + np.cumsum(new)[earliest]
+    return Pack(
+        sources=np.concatenate((begins[firsts], (begins + before)[new]))[segment],
+        lengths=np.concatenate((prefixes, rests[new]))[segment],
+        before=np.concatenate((0 * prefixes, before[new]))[segment],
         request_indices=members[member],
-        last=np.where(rests[member] > 0, segment[earliest][member], first_segments[group]),
+        last=np.argsort(segment)[np.where(rests > 0, suffix, group)][member],
     )
+
+
+BatchPlan = PaddedBatch | Pack  # requests of one forward pass; ``collate`` makes its input

@@ -308,7 +308,6 @@ class Scorer(LM):
         windows = kind == "loglikelihood_rolling"
         if windows or kind == "loglikelihood":
             requests = self._requests(instances, windows=windows)
-            check_tokens([[requests.tokens.max()]], self._embedded)
             if backend := self.fast or self.exact:
                 requests.plan(backend.batching, windows=windows)
 
@@ -353,8 +352,7 @@ class Scorer(LM):
         check_tokens([[requests.tokens.max()]], self._embedded)
         truncated = int((requests.lengths > most + 1).sum())
         self._counts.add_requests(task, len(requests), truncated, most)
-        lengths = np.zeros(len(instances), dtype=np.int64)
-        np.add.at(lengths, requests.owners, requests.scored)
+        lengths = np.bincount(requests.owners, requests.scored, len(instances)).astype(np.int64)
 
         def observed(backend: Backend) -> Callable[[], list[LogLikelihood]]:
             """Queue all requests on the device; return a function that waits for their scores."""
