@@ -874,8 +874,7 @@ def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
                     place = sample.document, request * len(answers) + repeat
                     rows.append(text_response(task, *place, None, answer))
                 elif repeat == 0:
-                    with_greedy = isinstance(answer, (list, tuple))
-                    value, greedy = answer if with_greedy else (answer, False)
+                    value, greedy = answer if isinstance(answer, (list, tuple)) else (answer, False)
                     number = float(value), bool(greedy)
                     rows.append((task, sample.document, request, *number, None, None, 0))
         for request, (taken, answers) in enumerate(zip(sample.filtered, sample.resps, strict=True)):
