@@ -12,7 +12,7 @@ import psutil
 from qbench.errors import INTERRUPTED, STOPPED
 from qbench.machine import tidy_memory_seldom
 
-ELSEWHERE = {"--cluster", "--help"}  # words of a run that needs no processes here
+ELSEWHERE = {"--cluster", "--help"}  # words of a command that starts no processes here
 
 
 def main() -> None:

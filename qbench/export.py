@@ -27,7 +27,8 @@ NOT_KNOWN = "N/A"  # lm-eval's word for it
 
 def write_lm_eval(store: Store, record: Record, folder: Path) -> list[Path]:
     """Write ``<checkpoint>__<quantizer>/results_<date>.json`` and ``samples_<task>_<date>.jsonl``
-    below ``folder``; return the paths. Samples lack texts. Raises DamagedError."""
+    below ``folder``; return their paths. Samples lack the documents' texts. Raises DamagedError for
+    damaged tables."""
     place = folder / f"{record.checkpoint}__{record.quantizer}"
     date = record.finished.strftime("%Y-%m-%dT%H-%M-%S.%f")
     files = {f"results_{date}.json": json.dumps(results(record), indent=2) + "\n"}

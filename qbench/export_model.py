@@ -62,7 +62,8 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
 
     Quantized weights come from the cache or are computed again; their layers must equal the audited
     ones. Raises ResultsError if this machine did not run the cell, if checkpoint or weights have
-    changed, or if the cell is a published copy or another runtime's; DataError if its text is gone.
+    changed, or if the cell is a published copy or another runtime's; DataError if its calibration
+    text is gone or changed.
     """
     name, parts = record.cell, record.key_parts
     sources = find_sources(cache, store.manifest())
@@ -233,7 +234,8 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
 
 
 def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module:
-    """Return the model of ``folder`` as a published copy of its checkpoint; HQQ loads its own."""
+    """Return the model of ``folder`` as a published copy of its checkpoint; of hqq as that library
+    loads it."""
     cell, device = measured.cell, str(measured.model.device)
     dtype = getattr(torch, cell.quantization.compute_dtype)
     if chosen == "hqq":
@@ -314,7 +316,8 @@ def _by_settings(weights: Any, layers: Iterable[str]) -> dict[Any, list[str]]:
 def _compressed_config(
     config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
 ) -> dict[str, Any]:
-    """Return compressed-tensors' quantization_config. Raises UnavailableError if it cannot."""
+    """Return compressed-tensors' quantization_config. Raises UnavailableError for settings that it
+    cannot express."""
     inputs, weights = config.activations, config.weights
     if inputs is not None and set(inputs.ignore) != set(weights.ignore):
         raise UnavailableError(
@@ -422,7 +425,8 @@ def _pattern(sign: str, names: Iterable[str]) -> str:
 
 
 def _gptq(module: nn.Module, config: QuantizationConfig) -> Tensors:
-    """Return a layer's tensors in GPTQ's layout; symmetric grids store zero points minus 1."""
+    """Return the tensors of a layer in GPTQ's layout; its first version, for symmetric grids,
+    stores zero points minus 1."""
     codes, columns = unpack_codes(module.codes, module.bits, module.in_features), module.order
     columns = torch.arange(module.in_features) if columns is None else columns.long()
     return {

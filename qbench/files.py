@@ -68,7 +68,8 @@ def digest(payload: bytes) -> str:
 
 
 def content_key(values: dict[str, Any]) -> str:
-    """Return the SHA-256 of the canonical JSON of ``values``: keys sorted, no spaces, ASCII."""
+    """Return the SHA-256 of the canonical JSON of ``values`` (keys sorted, no spaces, ASCII) as 64
+    hexadecimal digits."""
     return digest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 

@@ -108,12 +108,14 @@ def cuda_problem() -> str | None:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Return the processor's features by Linux's names, such as avx512_vnni; none on ARM."""
+    """Return the processor's features by Linux's names, such as avx512_vnni; an empty set if they
+    are not listed, as on ARM."""
     return frozenset(_proc("cpuinfo", "flags").split())
 
 
 def int8_problem() -> str | None:
-    """Return why PyTorch's int8 products are wrong on this processor; None if they may be right."""
+    """Return why PyTorch's int8 products are wrong on this processor; None if they are right, or if
+    that is not known."""
     flags = cpu_flags()
     if not flags or flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
         return None
@@ -135,7 +137,8 @@ def memory_gib(device: str) -> float:
 
 @functools.cache
 def torch_cuda() -> str | None:
-    """Return the CUDA version of the installed PyTorch; None without CUDA or PyTorch."""
+    """Return the CUDA version of the installed PyTorch; None for a build without CUDA, or without
+    PyTorch."""
     text = package_source("torch", "version.py")
     match = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
     return match[1] if match else None
@@ -188,7 +191,8 @@ ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Return by name the versions of the distributions ``names`` and ``ALWAYS``, or "absent"."""
+    """Return by name the installed versions of the distributions ``names`` and ``ALWAYS``, "absent"
+    for a missing one."""
     return {name: version_of(name) for name in sorted({*ALWAYS, *names})}
 
 
@@ -229,7 +233,8 @@ def hardware(device: str) -> str:
 
 @functools.cache
 def git_revision() -> str | None:
-    """Return the commit of this qbench, with ``+`` if its files were changed; None without git."""
+    """Return the commit of this qbench, with ``+`` if its tracked files were changed; None outside
+    git, or if git fails."""
     if not (Path(__file__).parents[1] / ".git").exists():
         return None
     git = ["git", "-C", str(Path(__file__).parent)]
@@ -245,7 +250,8 @@ def git_revision() -> str | None:
 
 
 def peak_memory_gib(device: str) -> float:
-    """Return the peak memory in GiB: PyTorch's on the fullest GPU; on a CPU this process's."""
+    """Return the peak memory in GiB: of PyTorch's allocator on the fullest GPU; on a CPU, of the
+    resident set of this process."""
     if device == "cuda":
         cuda = _cuda()
         each = map(cuda.max_memory_allocated, range(cuda.device_count()))
@@ -275,11 +281,10 @@ def reset_peak_memory(device: str) -> None:
 
 
 def tidy_memory_seldom() -> None:
-    """Look for garbage once in ``SELDOM`` new objects: a look through all objects of a model and
-    its tasks takes 0.1 to 0.4 s, and preparing and judging five tasks took nine. Have glibc keep
-    freed blocks of up to 32 MiB for the next arrays and tensors: the tests of a large results
-    folder take three times as long if each array is mapped anew, and of a small model's cells on a
-    CPU a tenth goes into new pages."""
+    """Have Python look for garbage once in ``SELDOM`` new objects: a look through all objects of a
+    model and its tasks takes 0.1 to 0.4 s, and five tasks took nine. Have glibc keep freed blocks
+    of up to 32 MiB for the next arrays and tensors: else the tests of a large results folder take
+    three times as long, and a tenth of a small model's time on a CPU goes into new pages."""
     gc.set_threshold(SELDOM, *gc.get_threshold()[1:])
     with suppress(OSError, AttributeError):  # other C libraries have no such settings
         mallopt = ctypes.CDLL(None).mallopt
@@ -479,7 +484,8 @@ def broken_device() -> str | None:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C in this thread during the body, and in processes that start there."""
+    """Block Ctrl-C in this thread during the body. Processes that start there inherit the block;
+    their parent must end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -20,7 +20,8 @@ KL_MEAN = "log mean of KL"  # the same, whose interval allows for documents that
 
 
 def kind_of(aggregation: str) -> Literal["difference", "log ratio"]:
-    """Return whether scores are compared by their difference or by that of their logarithms."""
+    """Return whether scores are compared by their difference, or by their ratio, that is by the
+    difference of logarithms."""
     return "log ratio" if aggregation in (*LOG_SCALE, LOG_MEAN, KL_MEAN) else "difference"
 
 
@@ -51,6 +52,7 @@ def variance_name(metric: str) -> str:
 
 
 def rank(metric: str) -> int:
-    """Return the metric's index in the paper's order, without its filter; others come last."""
+    """Return the metric's index in the paper's order, without its filter; other metrics come after
+    all of these."""
     base = base_metric(metric)
     return METRIC_ORDER.index(base) if base in METRIC_ORDER else len(METRIC_ORDER)

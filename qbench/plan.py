@@ -293,7 +293,8 @@ class Plan:
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, with skip_missing
 
     def manifest(self, names: Collection[str] | None = None) -> RunManifest:
-        """Return the manifest of a run of the cells ``names`` (None: of all)."""
+        """Return the manifest of a run of the cells ``names`` (None: of all), with their
+        checkpoints and quantizers."""
         recipe = self.recipe
         cells = tuple(c.grid_cell for c in self.cells if names is None or c.name in names)
         checkpoints = tuple(dict.fromkeys(cell.checkpoint for cell in cells))
@@ -327,8 +328,9 @@ class Plan:
         return "the hub" if self.recipe.data is None else short_path(self.recipe.data)
 
     def source(self, name: str) -> str:
-        """Return where a checkpoint came from: its folder by ``short_path``, or ``ID @ COMMIT``
-        with 12 digits, else the revision."""
+        """Return, for a reader, where a checkpoint came from: its folder as ``short_path`` writes
+        it, or its hub id and the commit's first 12 digits (else the revision, if given) as ``ID @
+        COMMIT``."""
         source = self.recipe.checkpoints[name]
         folders = [cell.checkpoint.folder for cell in self.cells if cell.checkpoint_name == name]
         commits = [folder.name[:12] for folder in folders if folder.parent.name == "snapshots"]
@@ -497,7 +499,8 @@ def _cell(
     column: QuantizerEntry,
     base: GridCell | None,
 ) -> Cell:
-    """Return the cell of one checkpoint and ``column``. ``base``: what damage is taken against."""
+    """Return the cell of one checkpoint and one ``column``. ``base`` is the unquantized cell that
+    damage is measured against."""
     evaluation, device = plan.recipe.evaluation, plan.device
     quantization, copy = column.quantization, None
     if isinstance(quantization.weights, Published):
@@ -544,7 +547,8 @@ def _cell(
 
 
 def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
-    """Return everything that can change the scores of ``cell``, by name."""
+    """Return everything that can change the scores of ``cell``, by name; parts that it lacks are
+    left out."""
     compiled = ("triton",) if cell.attention == "triton" or plan.device == "cuda" else ()
     normalizer, calibration = cell.checkpoint.normalizer, cell.calibration
     text = None

@@ -564,7 +564,8 @@ class Recipe(Strict):
 
     @property
     def without_baseline(self) -> bool:
-        """Return whether the checkpoints themselves are quantized, with no unquantized model."""
+        """Return whether the checkpoints themselves are quantized, so that there is no unquantized
+        model to compare with."""
         return any(_as_it_is(column) for column in self.quantizers)
 
 
@@ -625,7 +626,8 @@ def _names(value: Any) -> Any:
 
 
 def _sources(value: Any) -> Any:
-    """Return a list of texts ``NAME=SOURCE`` as a mapping; other values as they are."""
+    """Return a list of texts ``NAME=SOURCE`` as a mapping from name to source; other values as they
+    are."""
     if not isinstance(value, list):
         return value or {}
     sources: dict[str, str] = {}
@@ -821,8 +823,9 @@ def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
 
 
 def _one_off(changed: Overrides) -> Source:
-    """Return a recipe of names alone, its own and its checkpoints': the caller adds the rest from
-    ``changed``. Raises RecipeError naming missing options."""
+    """Return a recipe that has only a name, made of the names of its checkpoints, and these names
+    without sources: the caller adds the rest from ``changed``. Raises RecipeError naming missing
+    options."""
     names = changed.checkpoints or changed.quantized
     given = {
         "--checkpoint NAME=FOLDER_OR_HUB_ID": names,

@@ -330,7 +330,8 @@ class Flips(RecordModel):
 
 
 class TaskDamage(RecordModel):
-    """What quantization changed in one task. ``flips`` by metric: empty in records, computed."""
+    """What quantization changed in one task. ``flips`` by metric: empty in records, computed from
+    the outcomes of both cells."""
 
     distributions: Distributions | None = None
     flips: dict[str, Flips] = Field(default_factory=dict)
@@ -831,7 +832,8 @@ class Sensitivity(CellRecord):
 
 
 class AnalysisManifest(RecordModel):
-    """The cells of the last ``qbench analyze``, in the recipe's order, analyzed or not."""
+    """The cells of the last ``qbench analyze``, in the recipe's order; a cell that was not analyzed
+    has no record."""
 
     schema_version: int = SCHEMA_VERSION
     kind: Literal["analysis grid"] = "analysis grid"

@@ -415,7 +415,8 @@ class Records(Generic[R]):
 
     def payload(self, record: Record, name: Table) -> bytes:
         """Return the bytes of a table of ``record``, a Parquet file, verified before a library
-        parses them. Raises DamagedError if it is missing or changed."""
+        parses them. Raises DamagedError if the record has no such table, or if the file is missing
+        or changed."""
         if name not in record.files:
             path = self.path(record)
             raise DamagedError(f"{path}: no {name} were written with this record; {RUN_AGAIN}")
@@ -514,7 +515,8 @@ class Store(Records[Record]):
 
 
 class TaskStore(Records[TaskRecord]):
-    """Finished tasks in the folder ``cache``, under their :func:`task_key` alone."""
+    """Finished tasks under their :func:`task_key` alone, whatever their cells are called, in the
+    folder ``cache``."""
 
     kind, part, by_cell = TaskRecord, "tasks", False
 
@@ -557,7 +559,8 @@ def task_key(
 
 
 def head_key(parts: Mapping[str, Any]) -> str:
-    """Return the key under which the cell with the key ``parts`` keeps its LM head."""
+    """Return the key under which the cell with the key ``parts`` keeps its LM head, the same for
+    all of its tasks."""
     left_out = ("groups", "damage against", "tasks", "few-shot", "scoring")
     return content_key({name: part for name, part in parts.items() if name not in left_out})
 
@@ -585,7 +588,8 @@ def keep_sources(cache: Path, manifest: RunManifest, sources: Sources) -> None:
 
 def find_sources(cache: Path, manifest: RunManifest) -> Sources:
     """Return the sources that :func:`keep_sources` remembered of a run with the cells of
-    ``manifest``; empty ones if this machine's cache does not have them."""
+    ``manifest``; empty ones if the run was on another machine, or if they are no longer in the
+    cache."""
     with suppress(OSError, ValueError):
         return TypeAdapter(Sources).validate_json(_sources_file(cache, manifest).read_bytes())
     return Sources()

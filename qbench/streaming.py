@@ -48,7 +48,8 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def free_gpu_bytes(device: torch.device | None = None) -> int:
-    """Return the bytes of a GPU (None: the current one) that PyTorch can allocate."""
+    """Return the bytes of a GPU (None: the current one) that PyTorch can allocate: free ones, and
+    its unused reserve."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -118,7 +119,8 @@ def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) ->
 
 
 def stream_of(model: Any) -> Stream | None:
-    """Return the :class:`Stream` of ``model``; None if it is not streamed."""
+    """Return the :class:`Stream` of ``model``; None if it is not streamed: all its weights lie on a
+    device, or on several."""
     return getattr(model, ATTRIBUTE, None)
 
 
@@ -279,7 +281,8 @@ class Stream:
     def _forward(
         self, index: int, block_forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Replace the forward of block ``index``: load and run it, or skip it in another's step."""
+        """Replace the forward of block ``index``: load and run it, or skip it if the current step
+        is about another block."""
         step = self._step
         if step is None:
             self._turn(index)

@@ -1,4 +1,5 @@
-"""Format numbers, escape others' text, and write tables for terminals, Markdown, LaTeX and CSV."""
+"""Format numbers, escape text of other people, and write tables of texts, for terminals, Markdown,
+LaTeX and CSV."""
 
 from __future__ import annotations
 

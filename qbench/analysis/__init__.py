@@ -1,1 +1,2 @@
-"""Measure why a model suffers from quantization: sinks, outliers, sparsity."""
+"""Measure why a model suffers from quantization: sinks, outliers, sparsity, in one pass over a
+text."""

@@ -1,4 +1,5 @@
-"""Analyze one cell: load, quantize, audit, then one pass over the text, or one per layer."""
+"""Analyze one cell: load, quantize, audit, then one pass over the text, or one pass per linear
+layer that is quantized alone."""
 
 from __future__ import annotations
 

@@ -152,7 +152,8 @@ def analyze_if_needed(
 ) -> Analysis | Sensitivity:
     """Return the record of ``cell``: a finished one that is stored, unless ``force``, else that of
     a new analysis; if it fails the record's ``status`` says so, and nothing is raised. If another
-    process is analyzing the cell, wait for its record. Unfinished sensitivities continue."""
+    process is analyzing the cell, wait for its record. An unfinished sensitivity is
+    continued, unless ``force``."""
     requested = datetime.now(UTC)
     with FileLock(analyses.path(cell.grid_cell, ".lock")):
         progress.begin(cell.name)

@@ -45,7 +45,8 @@ class AnalysisSettings:
         return max(1, BATCH_TOKENS[self.device] // self.length)
 
     def key_parts(self) -> dict[str, Any]:
-        """Return, for keys, what determines the analyzed tokens and the batches, by name."""
+        """Return, for keys, what determines the analyzed tokens and how many texts are read at
+        once, by name."""
         return {
             "text": self.source.digest,
             "field": self.source.field,
@@ -57,7 +58,8 @@ class AnalysisSettings:
 
 
 def text_file(path: Path, field: str) -> TextSource:
-    """Return the texts of a JSON Lines file, read now. Raises DataError for malformed lines."""
+    """Return the texts of a JSON Lines file, which is read now. Raises DataError if a line is
+    malformed or lacks ``field``."""
     rows, digest = read_rows(path)
     texts = [row.text(field, path) for row in rows]
     name = f"{path.name}, field {field}"

@@ -1,4 +1,5 @@
-"""Measure hidden states (kurtosis, extremes, massive activations, quantiles) and inputs' size."""
+"""Measure hidden states (kurtosis, extremes, massive activations, quantiles) and the size of linear
+layers' inputs."""
 
 from __future__ import annotations
 

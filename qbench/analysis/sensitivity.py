@@ -102,7 +102,8 @@ class Baseline:
         return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=change)
 
     def block_of(self, name: str) -> int | None:
-        """Return the number of the block with the module ``name``; None if none can be skipped."""
+        """Return the number of the decoder block with the module ``name``; None if it is in none,
+        or if no block can be skipped."""
         place, inside, _ = name.removeprefix(f"{self.root}.").partition(".")
         return int(place) if self.skips and inside and place.isdigit() else None
 
@@ -222,7 +223,8 @@ class Baseline:
 
 @contextmanager
 def exchanged(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Replace the modules of ``model`` by those of their names in ``modules``, within the body."""
+    """Replace the modules of ``model`` by those of their names in ``modules``, within the body;
+    put the originals back after it."""
     originals = {name: model.get_submodule(name) for name in modules}
     try:
         for name, module in modules.items():

@@ -47,7 +47,8 @@ class QuantizedKVCache(ABC):
     @abstractmethod
     def rounded(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Return keys or values ``x`` [B, H, T, D] as they are read back. ``positions`` int32 [B or
-        1, T]: each token's index in its own sequence, negative for padding; or None."""
+        1, T]: each token's index in its own sequence, negative for padding; None if there are
+        no ``sink_tokens``."""
 
 
 def needs_sequences(model: nn.Module) -> bool:

@@ -114,7 +114,7 @@ def check(
             "do not fit; [B, Hq, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv] do"
         )
     if heads % kv_heads:
-        raise ValueError(f"query heads must be a multiple of key heads, not {heads}, {kv_heads}")
+        raise ValueError(f"query heads must be a multiple of key heads: {heads} and {kv_heads}")
     if mask is None:
         return
     if seq_bounds is not None:

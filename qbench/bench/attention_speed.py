@@ -70,7 +70,8 @@ class Shape:
         return settings | VARIANTS[variant]
 
     def flop(self, variant: str) -> float:
-        """Return the FLOP of a forward pass of ``variant``, a key of VARIANTS."""
+        """Return the FLOP of a forward pass; ``variant``, a key of VARIANTS, matters if it is
+        "window"."""
         seen = min(WINDOW, self.length) if variant == "window" else self.length
         pairs = seen * (seen + 1) / 2 + (self.length - seen) * seen
         return 4 * self.batch * self.heads * self.head_dim * pairs

@@ -46,7 +46,8 @@ WARM_UP = 2  # full batches of each task that every mode scores before the clock
 
 
 def bench_evaluation(planned: Plan, *, log: Callable[[str], None]) -> dict[str, Any]:
-    """Return :func:`compare` of the plan's first cell and its tasks, with a float32 softmax."""
+    """Return :func:`compare` of the plan's first cell and its tasks, with the softmax in float32 in
+    every mode."""
     cell, evaluation = planned.cells[0], planned.recipe.evaluation
     if planned.device == "cuda":
         sys.setswitchinterval(SWITCH_SECONDS)  # as in a cell's process

@@ -1,4 +1,4 @@
-"""Time generating answers by greedy decoding and by HFLM, and reading them, by random weights."""
+"""Time generating answers by greedy decoding and by HFLM, and reading them, with random weights."""
 
 from __future__ import annotations
 

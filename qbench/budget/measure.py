@@ -1,4 +1,5 @@
-"""Measure the KL divergence on calibration text with one layer, or all, quantized."""
+"""Measure the KL divergence, on calibration text, of a model with one layer quantized at a time,
+and of whole quantized models."""
 
 from __future__ import annotations
 
@@ -200,7 +201,8 @@ def bits_of(tensors: Iterable[Tensor]) -> float:
 
 
 def _other_last_bits(layer: nn.Linear) -> nn.Linear:
-    """Return ``layer`` with its weights moved by half a unit in their last place at random."""
+    """Return ``layer`` with its weights moved by about half a unit in their last place, up or down
+    at random, then rounded."""
     weight = layer.weight.detach()
     random = torch.Generator(weight.device).manual_seed(0)  # a processor would take minutes at 7 B
     signs = torch.randint(0, 2, weight.shape, generator=random, device=weight.device) - 0.5

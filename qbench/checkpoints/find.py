@@ -95,7 +95,8 @@ def choose_attention(
 
 
 def moving_rope(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of rotary embedding if its angles depend on the texts' lengths; else None."""
+    """Return the kind of rotary embedding if its angles depend on how long the texts of a forward
+    pass are; else None."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     types = (str(part.get("rope_type") or part.get("type") or "") for part in parts)
@@ -123,7 +124,8 @@ def named(source: str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file ``path``. Raises CheckpointError if there is none."""
+    """Return the JSON object in the file ``path``. Raises CheckpointError if it cannot be read or
+    is not an object."""
     content = b""
     try:
         content = path.read_bytes()
@@ -249,7 +251,9 @@ def weight_files(folder: Path) -> list[str]:
         isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
         for name in files.values()
     ):
-        raise CheckpointError(f"{INDEX} has no weight_map to *.safetensors files; fetch it again")
+        raise CheckpointError(
+            f"{INDEX} has no weight_map from tensor names to *.safetensors files; fetch it again"
+        )
     if not isinstance(index.get("metadata"), dict):
         raise CheckpointError(f'{INDEX} has no metadata for transformers; add "metadata": {{}}')
     listed = sorted(set(files.values()))
@@ -403,8 +407,9 @@ class Checkpoint:
 
 
 def read_own_training(folder: Path) -> Trained | None:
-    """Return the summary of qbench's training that wrote ``folder``; None if another program's file
-    has that name. Raises CheckpointError if record or config.json were changed."""
+    """Return the summary of qbench's training that wrote ``folder``; None if it has none, or
+    another program's file of that name. Raises CheckpointError if record or config.json were
+    changed."""
     try:
         training = read_training(folder / TRAINING_FILE)
     except (OSError, ValueError):  # another program's file may have this name
@@ -472,8 +477,9 @@ def find(
         for parameter in parameters_of(trained_with):
             if parameter.required and parameter.attribute not in attributes:
                 raise CheckpointError(
-                    f"missing: {parameter.attribute} of every attention module, as {trained_with} "
-                    "needs; correct normalizer in the recipe, or qbench_normalizer in config.json"
+                    f"missing: {parameter.attribute} of every attention module, which "
+                    f"{trained_with} needs; correct normalizer in the recipe, or "
+                    "qbench_normalizer in config.json"
                 )
         files = files_read(folder, weights)
         total, parts = digests(folder, [name for name, *_ in files], weights)
@@ -594,7 +600,8 @@ def linear_shapes(checkpoint: Checkpoint) -> Shapes:
 
 
 def end_shapes(checkpoint: Checkpoint) -> Shapes:
-    """Return (outputs, inputs) of LM head and embeddings by name, a shared one as ``lm_head``."""
+    """Return (outputs, inputs) of LM head and embeddings by name; if they share one matrix, it is
+    listed once, as ``lm_head``."""
     shapes = {
         name: tuple(header.shape)
         for name, header in ((n.removesuffix(".weight"), h) for n, h in

@@ -4,8 +4,8 @@ already, and measure what its class does."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,6 +160,28 @@ def set_ours_or_native(model: PreTrainedModel, normalizer: str, implementation: 
         )
 
 
+@contextmanager
+def _arange_on_cpu() -> Iterator[None]:
+    """Have ``torch.arange`` make numbers on the CPU within the body: a rotary embedding's on the
+    meta device, which are made again later, import SymPy, which takes a second."""
+    with torch.device("meta"):
+        torch.empty(0)  # PyTorch notes which functions its context is for: not the one below
+    with patch.object(torch, "arange", partial(torch.arange, device="cpu")):
+        yield
+
+
+def _from_pretrained(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """Return transformers' model, and its report of what did not fit."""
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder,
+        config=_config(checkpoint),
+        generation_config=generation_settings(checkpoint),
+        key_mapping=fla.KEY_MAPPING if fla.recognizes(checkpoint.config) else None,
+        dtype=dtype,
+        **SAFELY,
+    )
+
+
 def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """Return the checkpoint's weights in its class of transformers, or in the one that computes the
     same. Raises CheckpointError if they do not fit it."""
@@ -167,19 +189,15 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     try:
         # initial weights are overwritten, so their random state does not matter
         unset = {"reset_parameters": lambda layer: None}  # embeddings' imports torch's compiler
-        # a rotary embedding's numbers on the meta device, made again later, import SymPy: a second
-        with torch.device("meta"):
-            torch.empty(0)  # PyTorch notes which functions its context is for: not the one below
-        arange = patch.object(torch, "arange", partial(torch.arange, device="cpu"))
-        with patch.multiple(nn.Linear, **unset), patch.multiple(nn.Embedding, **unset), arange:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder,
-                config=_config(checkpoint),
-                generation_config=generation_settings(checkpoint),
-                key_mapping=fla.KEY_MAPPING if ours else None,
-                dtype=dtype,
-                **SAFELY,
-            )
+        with patch.multiple(nn.Linear, **unset), patch.multiple(nn.Embedding, **unset):
+            try:
+                with _arange_on_cpu():
+                    model, report = _from_pretrained(checkpoint, dtype)
+            except RuntimeError as error:
+                if "expected device" not in str(error):
+                    raise
+                # a rotary embedding joins such numbers with others, as Gemma 4's does
+                model, report = _from_pretrained(checkpoint, dtype)
     except CheckpointError:
         raise
     except Exception as error:  # an odd configuration may raise anything in transformers

@@ -28,7 +28,8 @@ TEXTS = (
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint's folder. Raises CheckpointError if it does not load."""
+    """Return the tokenizer of a checkpoint's folder. No remote code runs. Raises CheckpointError if
+    transformers cannot load it."""
     try:
         ours = fla.recognizes(checkpoint.config)
         if ours and (checkpoint.folder / "tokenizer.json").is_file():

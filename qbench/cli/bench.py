@@ -29,7 +29,8 @@ bench = CommandGroup("Measure speeds, in one run on one machine, after checking 
 
 
 def load(name: str) -> Any:
-    """Import qbench's module ``name``, hiding what libraries print, and return it."""
+    """Import qbench's module ``name``, which imports torch, and return it; what libraries print is
+    hidden."""
     with redirected(NOWHERE):
         return importlib.import_module(f"qbench.{name}")
 

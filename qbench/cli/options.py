@@ -1,4 +1,5 @@
-"""Define commands, whose docstrings explain their options, and options that several have."""
+"""Define commands, whose options are explained in their docstrings, and the options that several
+commands have."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ class Launcher:
 
     @contextlib.contextmanager
     def display(self, cells: int) -> Iterator[Display]:
-        """Yield the display of the progress of so many ``cells``, after the description."""
+        """Yield the display of the progress of so many ``cells`` on the terminal, which has printed
+        the description first."""
         with terminal() as screen, Display(screen, cells) as display:
             if self.description:
                 display.log(self.description)

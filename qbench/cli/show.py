@@ -119,7 +119,8 @@ LEFT_OUT: dict[str, Any] = {  # parts of a record that `qbench view` shows, or t
 
 
 def cell_text(record: Record) -> str:
-    """Return a record's fields as YAML, with four digits, and scores, stages, damage as tables."""
+    """Return the fields of a record as YAML, floats with four digits, and its scores, stages and
+    damage as tables below."""
     fields = record.model_dump(
         mode="json", exclude_none=True, exclude_defaults=True, exclude=LEFT_OUT
     )

@@ -92,7 +92,8 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
 
 
 def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterator[Row]:
-    """Yield a row per task, precision (unquantized first) and metric, in the paper's order."""
+    """Yield a row per task, precision and metric, unquantized precisions first in each task and
+    metrics in the paper's order."""
     cells = {cell.cell: cell for cell in grid.cells}
     first = {cell.quantizer: cell for cell in reversed(grid.cells)}
     # A precision without any record has not been run yet: ``problems`` names its cells.

@@ -176,12 +176,14 @@ class Row:
         return effect if hasattr(effect, "p") else None
 
     def delta(self, checkpoint: str) -> float | None:
-        """Return the score of ``checkpoint`` minus the baseline's; None if one is missing."""
+        """Return the score of ``checkpoint`` minus the baseline checkpoint's, in its units; None if
+        one of them has none."""
         ours, base = self.entries[checkpoint].value, next(iter(self.entries.values())).value
         return None if ours is None or base is None else ours - base
 
     def mean(self, group: str) -> float | None:
-        """Return the mean score of a group of trainings; None for a single checkpoint."""
+        """Return the mean of the scores of a group of trainings; None if it has no effect, or is a
+        single checkpoint."""
         effect = self.effect("scores", group)
         if effect is None or not effect.seeds:
             return None
@@ -324,12 +326,14 @@ def bits_per_weight(record: Record | None) -> float | None:
 
 
 def gib(record: Record | None) -> float | None:
-    """Return the GiB of all weights as they are stored; None if no audit counted them."""
+    """Return the GiB of all weights as they are stored; None if no audit counted them, as in
+    records of earlier versions."""
     return record.audit.size.gib if record and record.audit and record.audit.size else None
 
 
 def status_of(record: Record | None) -> tuple[Status, str]:
-    """Return whether a record is ok, failed (also by its audit) or missing, and why."""
+    """Return whether a record is ok, failed (also by its audit) or missing, and the reason unless
+    it is ok."""
     if record is None:
         return "missing", "no record; run the recipe again"
     if record.status == "failed":

@@ -80,14 +80,16 @@ def margin_of(losses: Losses | Row) -> float:
 
 
 def ordered(comparison: Comparison, checkpoint: str) -> list[str]:
-    """Return a checkpoint's quantizers that have the primary measure, smallest loss first."""
+    """Return a checkpoint's quantizers, smallest loss in the primary measure first; those without
+    it are left out."""
     means = comparison.primary.means if comparison.primary else {}
     names = [name for name in comparison.quantizers if f"{checkpoint}/{name}" in means]
     return sorted(names, key=lambda name: means[f"{checkpoint}/{name}"])
 
 
 def nearer(comparison: Comparison, checkpoint: str, name: str, other: str) -> bool:
-    """Return whether ``name`` loses significantly less in the primary measure than ``other``."""
+    """Return whether ``name`` loses significantly less in the primary measure than ``other``; False
+    if they were not tested."""
     pairs = comparison.primary.pairs
     if pair := pairs.get((checkpoint, name, other)):
         return pair.significant and pair.estimate < 0
@@ -414,20 +416,23 @@ def effect_text(effect: AnEffect, *, percent: bool) -> str:
 
 
 def value_text(losses: Losses, value: float) -> str:
-    """Return ``value`` as ``+1.04``, points if ``losses.percent``, or ``× 1.032``."""
+    """Return ``value`` as ``+1.04``, in points if ``losses.percent``, or a log ratio as ``×
+    1.032``."""
     if losses.kind == "log ratio":
         return f"{TIMES} {ratio(value)}"
     return number(value, percent=losses.percent, signed=True)
 
 
 def nats(logarithm: float) -> str:
-    """Return exp(``logarithm``), a KL divergence, as ``0.29``, ``0.0041`` or ``1.92``."""
+    """Return exp(``logarithm``), a KL divergence, with two to three digits: ``0.29``, ``0.0041``,
+    ``1.9``."""
     value = math.exp(logarithm)
     return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.2g}"
 
 
 def interval_text(effect: AnEffect, *, percent: bool) -> str:
-    """Return ``[−1.98, +1.09]``, points if ``percent``, ``× [0.996, 1.069]``, or ``—``."""
+    """Return ``[−1.98, +1.09]``, in points if ``percent``, or ``× [0.996, 1.069]``; ``—`` without
+    an interval."""
     if not hasattr(effect, "low"):
         return NO_VALUE
     return _texts(effect, effect.low, effect.high, percent=percent, form="[{}]")

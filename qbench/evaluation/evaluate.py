@@ -440,6 +440,7 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
     return None
 
 
+# in the order of RESPONSE_COLUMNS
 RESPONSE_DTYPES = ("str", "int64", "int64", "float64", bool, object, object, "int64")
 Response = tuple[str, int, int, float, bool, str | None, str | None, int]
 NUMBERS = (bool, int, float, np.number, np.bool_)
@@ -888,9 +889,9 @@ def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
 def response_table(rows: Sequence[Response]) -> pd.DataFrame:
     """Return ``rows``, such as ``text_response`` gives, as a table with the columns
     ``RESPONSE_COLUMNS``."""
-    columns = zip(*rows, strict=True) if rows else itertools.repeat(())
-    series = map(pd.Series, columns, itertools.repeat(None), RESPONSE_DTYPES)
-    return pd.DataFrame(dict(zip(RESPONSE_COLUMNS, series, strict=True)))
+    columns = zip(*rows, strict=True) if rows else [()] * len(RESPONSE_COLUMNS)
+    parts = zip(RESPONSE_COLUMNS, columns, RESPONSE_DTYPES, strict=True)
+    return pd.DataFrame({name: pd.Series(part, dtype=dtype) for name, part, dtype in parts})
 
 
 def text_response(

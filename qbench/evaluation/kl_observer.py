@@ -207,9 +207,7 @@ class KLObserver:
         assert np.array_equal(tokens, scored.token), "both cells' keys say what is asked"
         order = np.argsort(scored.row, kind="stable")
         rows, indexes = scored.row[order], scored.index[order]
-        firsts = np.flatnonzero(
-            np.diff(rows, prepend=-1)
-        )  # one token of each row: all have its input
+        firsts = np.flatnonzero(np.diff(rows, prepend=-1))  # of each row: all have its input
         kept = self._task.states[torch.from_numpy(indexes[firsts])]
         entries = np.stack((rows, indexes, scored.token[order]))
         return rows, to_device(entries, self._device), to_device(kept, self._device)
@@ -224,10 +222,11 @@ class KLObserver:
         rows, entries, before = prepared
         assert len(before) == len(hidden)
         if self._weight is None:  # now, since a GPU is at work on ``hidden``
-            # Copied even on a CPU: a product may round by where in memory its weight begins.
+            # Copied even on a CPU: a product may round by where in memory its weight begins. The
+            # bias first: if memory is short at either, both are copied when the batch is repeated.
+            if self.base.bias is not None:
+                self._bias = self.base.bias.to(self._device, copy=True)
             self._weight = self.base.weight.to(self._device, copy=True)
-            bias = self.base.bias
-            self._bias = None if bias is None else bias.to(self._device, copy=True)
         logits_of = projection.of(
             lambda states: self._finish(functional.linear(states, self._weight, self._bias)), before
         )

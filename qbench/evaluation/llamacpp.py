@@ -257,7 +257,8 @@ class LlamaCpp:
     def disagreement(self, dequantized: Any, probe: Tensor) -> list[str]:
         """Return a list with one line if llama.cpp's logits on token ids ``probe`` [B, T] differ
         from those of ``dequantized``, a transformers model with the file's weights; else an empty
-        list. ``MIXED_TOLERANCE`` bounds the median over tokens."""
+        list. They differ if the median over tokens of their relative difference is above
+        ``MIXED_TOLERANCE``."""
         with torch.no_grad():
             expected = dequantized(input_ids=probe, use_cache=False).logits.float().cpu()
         logits = torch.stack(
@@ -385,8 +386,9 @@ class LlamaCppScorer(Scorer):
 
 
 def external_model(model: str, args: Mapping[str, Any]) -> LM:
-    """Return an object of lm-eval's class ``model``, such as ``local-completions``, made with the
-    arguments ``args``. Raises UnavailableError if that fails."""
+    """Return an object of the class that lm-eval registers as ``model``, such as
+    ``local-completions``, made with the arguments ``args``. Raises UnavailableError if it cannot be
+    made."""
     try:
         return get_model(model).create_from_arg_obj(dict(args))
     except Exception as error:  # whatever its library, its server or its arguments say

@@ -210,8 +210,8 @@ class ScoringSettings:
     draws few-shot examples.
     ``amplifies_rounding``: the quantizer's, which changes how fast scores are judged and no score.
     ``shares_scales``: the quantizer's, too: scores depend on the batch, and fast ones are compared
-    with those of exact scoring's own batches, not with windows one by one. ``fallback``: a task
-    whose fast scores leave the tolerance is scored exactly; else it fails.
+    with those of exact scoring's own batches, not of batches with less padding. ``fallback``: a
+    task whose fast scores leave the tolerance is scored exactly; else it fails.
     """
 
     mode: Mode

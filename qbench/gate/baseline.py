@@ -39,7 +39,8 @@ class CellResults:
 
     @classmethod
     def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
-        """Return the results of one record, whose outcomes are among ``columns``."""
+        """Return the results of one record, whose outcomes are ``columns``; other columns than its
+        scores' are left out."""
         every, nothing = record.by_name(), Column.of(np.arange(0), [], [])
         names = [(score.task, score.metric) for score in record.scores]
         names = [name for name in names if (name[0], REDUNDANT.get(name[1])) not in names]
@@ -78,7 +79,8 @@ def read_results(store: Store) -> ResultSet:
 def make(store: Store, out: Path, *, replace: bool = False) -> None:
     """Write the baseline of a results folder to the file ``out``: its records, and their outcomes
     rounded to ``DECIMALS``. Raises ResultsError if a cell is missing, failed or unaudited, a task
-    failed or a score is not finite; if ``out`` exists, without ``replace`` or as no baseline."""
+    failed or a score is not finite; if ``out`` exists and ``replace`` is False or it is no
+    baseline."""
     results = read_results(store)
     unfit = [*results.broken.items()]
     for cell, scored in results.cells.items():

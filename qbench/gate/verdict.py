@@ -334,7 +334,8 @@ def margin_of(
 
 
 def _family(score: Score) -> str | None:
-    """Return ``acc``, ``perplexity``, or a metric that is a mean's logarithm; None: no default."""
+    """Return ``acc`` or ``perplexity``, or the metric itself for logarithms of means; None if no
+    default margin exists."""
     if is_percentage(score.metric):
         return "acc"
     if score.aggregation == LOG_MEAN:

@@ -240,7 +240,8 @@ class WeightSettings(Settings):
     # What the audit may expect
 
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Return the bits per weight of a matrix [rows, columns] for scales, zeros, indices."""
+        """Return the bits per weight of a matrix [rows, columns] beside its code: of scales, zeros
+        and indices."""
         raise NotImplementedError
 
     @property

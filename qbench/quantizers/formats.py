@@ -69,7 +69,8 @@ class QuantFormat:
 
     @property
     def sides(self) -> str:
-        """Return ``, symmetric`` or ``, asymmetric`` for integers, "" for floats."""
+        """Return ``, symmetric`` or ``, asymmetric`` for integers, to follow other words; "" for
+        floats."""
         if self.type == "float":
             return ""
         return ", symmetric" if self.symmetric else ", asymmetric"
@@ -83,14 +84,16 @@ class QuantFormat:
 
     @property
     def smallest(self) -> float:
-        """Return the smallest code: −2^(num_bits − 1), 0 if asymmetric; of floats −``largest``."""
+        """Return the smallest code: −2^(num_bits − 1), 0 if asymmetric; of floats the negative of
+        the largest value."""
         if self.type == "float":
             return -self.largest
         return -(2.0 ** (self.num_bits - 1)) if self.symmetric else 0.0
 
     @property
     def span(self) -> float:
-        """Return the divisor of a largest magnitude, or if asymmetric of a range: its scale."""
+        """Return the number by which a largest magnitude (asymmetric: a range) is divided to give
+        the scale."""
         if self.type == "float" or not self.symmetric:
             return self.largest
         return (2.0**self.num_bits - 1) / 2

@@ -32,6 +32,7 @@ from qbench.machine import (
     broken_device,
     cuda_problem,
     hardware,
+    tidy_memory_seldom,
     versions,
 )
 from qbench.progress import Progress
@@ -229,6 +230,7 @@ def run_here(payload: bytes, worker: Worker) -> Any:
     broken, and Dask starts another."""
     if broken_device() is not None:
         os._exit(1)  # its nanny starts another process, where Dask runs the call again
+    tidy_memory_seldom()
     expected, tokens, call = pickle.loads(payload)
     device = "cuda" if expected["GPU"] else "cpu"
     require_fit(worker.address, describe(tokens, device, worker), expected)

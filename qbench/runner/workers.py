@@ -7,9 +7,9 @@ On GPUs, and without a fork server, each process imports by itself while the run
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import importlib
+import itertools
 import os
 import re
 import signal
@@ -227,6 +227,7 @@ class _Slot:
             process.kill()
 
 
+_calls = itertools.count()
 _early: list[_Slot] = []  # at most one, that no Workers has taken yet
 _shares: list[int] = []  # of how many processes a fork server is that no Workers has taken yet
 
@@ -253,7 +254,8 @@ def drop_early() -> None:
         _early.pop().kill()
     if _shares:
         _shares.clear()
-        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # while it imports
+        if pid := forkserver._forkserver._forkserver_pid:
+            os.kill(pid, signal.SIGKILL)  # while it imports
         forkserver._forkserver._stop()
 
 
@@ -266,17 +268,10 @@ def _start_tracker() -> None:
 
 def _with_state(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """Call ``fn`` in a worker process; return its result, and whether the GPU is broken now."""
-    state = fn(*args, **kwargs), broken_device() is not None
-    _freeze_objects()
-    return state
-
-
-@functools.cache
-def _freeze_objects() -> None:
-    """Take all objects that the first call leaves, of libraries above all, out of later looks for
-    garbage."""
-    gc.collect()
-    gc.freeze()
+    if next(_calls) == 1:  # what the first left, of libraries above all, is looked through no more
+        gc.collect()
+        gc.freeze()
+    return fn(*args, **kwargs), broken_device() is not None
 
 
 def begin(gpu: int | None) -> None:

@@ -174,7 +174,8 @@ def effects(
 
 
 def effect(panel: Panel, signs: Signs, aggregation: str) -> Answer:
-    """Return the effect of the contrast ``signs`` of the panel's columns, as ``effects``."""
+    """Return the effect of the contrast ``signs`` of the panel's columns, or why there is none, as
+    ``effects``."""
     return _effects(panel, [signs], aggregation)[0]
 
 

@@ -43,7 +43,8 @@ class Method:
         return type(self)(**{f.name: getattr(self, f.name)[..., places] for f in fields(self)})
 
     def interval(self, confidence: float | Floats) -> Ends:
-        """Return both ends of two-sided intervals, for one ``confidence`` or one per estimate."""
+        """Return the lower and upper ends of two-sided intervals, for one ``confidence`` (0.95) or
+        one per estimate."""
 
     def intervals(self, *confidences: float) -> list[Ends]:
         """Return the intervals of all estimates for each of ``confidences``."""
@@ -123,7 +124,8 @@ def drawn_sums(rows: Floats) -> Floats:
 
 @lru_cache(maxsize=2)
 def _all_counts(documents: int, rounds: int) -> Floats:
-    """Return ``_counts`` with a fixed seed, cached: hundreds of effects use the same rounds."""
+    """Return ``_counts`` with a fixed seed, cached: hundreds of effects over the same documents use
+    the same rounds."""
     return _counts(documents, rounds, np.random.default_rng(0))
 
 
@@ -208,7 +210,8 @@ class BootstrapT(Method):
         return detectable_by_t(self.counted, self.freedom, level) + self.missed.max(axis=0)
 
     def _quantile(self, normal: Floats) -> Floats:
-        """Return the bootstrap's quantile at each ``normal`` quantile, at most ``farthest``."""
+        """Return the bootstrap's quantile at each ``normal`` quantile, extrapolated beyond the last
+        and bounded by ``farthest``."""
         pairs = zip(normal, self.quantiles.T, strict=True)
         quantile = np.array([np.interp(x, NORMAL, quantiles) for x, quantiles in pairs])
         quantile *= np.maximum(1, np.abs(normal) / FARTHEST)
@@ -275,7 +278,8 @@ def bootstrap_log_means(made: Contrasts, scores: Scores, *, kl: bool) -> tuple[N
 
 
 def _rounds_of_log_means(scores: Scores, signs: Floats) -> Floats:
-    """Return (estimate − truth) / error of Σ sign · ln(mean), [contrasts, rounds]."""
+    """Return (estimate − truth) / standard error of each Σ sign · ln(mean) in each bootstrap round,
+    [contrasts, rounds]."""
     documents, columns = scores.documents, []
     for sign in signs:
         used = np.flatnonzero(sign)
@@ -404,7 +408,8 @@ class ScoreTest(Method):
         return np.where(mean == 0, 1.0, p)
 
     def size_at(self, level: float | Floats) -> Floats:
-        """Return the ``detectable_mean`` of the score test at ``level``."""
+        """Return the mean that the score test at ``level`` detects with 80 % power, see
+        ``detectable_mean``."""
         square = (self.values**2 * self.counts).sum(axis=0) / self.documents
         reach = np.maximum(np.abs(self.lowest), np.abs(self.highest))
         return detectable_mean(square, self.documents, reach=reach, level=level)

@@ -36,7 +36,8 @@ class Column:
 
     @classmethod
     def of(cls, document: ArrayLike, value: ArrayLike, weight: ArrayLike) -> Column:
-        """Return the column of arrays [rows], summed by ``document`` (id)."""
+        """Return the column of arrays [rows] ``document`` (id), ``value`` and ``weight``, summed by
+        document."""
         documents = np.asarray(document)
         values, weights = (np.asarray(each, float) for each in (value, weight))
         if not (documents.dtype.kind == "i" and (np.diff(documents) > 0).all()):

@@ -28,7 +28,8 @@ DOCUMENT = ["task", "metric", "document"]
 
 @dataclass(frozen=True, repr=False)
 class Results:
-    """Hold the results of an evaluation. Printed it gives the terminal's summary."""
+    """Hold the results of an evaluation. Printed it gives the terminal's summary, in a notebook a
+    short one."""
 
     comparison: Comparison
     store: Store

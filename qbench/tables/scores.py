@@ -153,7 +153,8 @@ def seed_notes(
 
 
 def effects_of(rows: Iterable[Row], *contrasts: str) -> list[Effect]:
-    """Return the effects with an interval of ``contrasts`` ("deltas", "damages", …) in all rows."""
+    """Return the effects of these ``contrasts`` ("deltas", "damages", …) in all rows, those without
+    an interval left out."""
     return [each for row in rows for name in contrasts for each in row.of(name).values()]
 
 
@@ -470,7 +471,8 @@ def _names(line: Row) -> Cells:
 
 
 def entry_text(entry: RowValue, line: Row) -> str:
-    """Return a score with its standard error as text; ``failed`` or ``— missing`` without one."""
+    """Return a score with its standard error, if it has one, as text; ``failed`` or ``— missing``
+    if there is no score."""
     if entry.status == "missing":
         return f"{NO_VALUE} missing"
     if entry.status == "failed":

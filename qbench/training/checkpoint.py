@@ -133,7 +133,8 @@ class Run:
 
     def save(self, model: LlamaForCausalLM, folder: Path) -> None:
         """Write ``model`` as a checkpoint of transformers, with bfloat16 weights, and the token
-        files' tokenizer. Each file is replaced in one step, ``config.json`` last."""
+        files' tokenizer. Each file is replaced in one step, ``config.json`` last: a folder without
+        it is no checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).unlink(missing_ok=True)
         tensors = {

@@ -208,7 +208,8 @@ class Trainer:
             file.write(json.dumps(self.progress.log[-1]) + "\n")
 
     def _write_log(self) -> None:
-        """Log loss and gradient since the last line. Raises TrainingError if both are not sane."""
+        """Log loss and gradient since the last line. Raises TrainingError if training
+        went wrong, see ``_require_sane``."""
         recipe, progress, count = self.run.recipe, self.progress, len(self._values)
         losses, norms = torch.stack(self._values, 1)
         values = torch.stack([losses.mean(), norms.max()])

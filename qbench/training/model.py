@@ -77,7 +77,8 @@ def flops_per_token(model: LlamaForCausalLM, context: int) -> float:
     products (all matrices but the embeddings, which are looked up; the output matrix counts, tied
     or not), and 6 · layers · hidden · context for attention's two products, causal.
 
-    Norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved).
+    Recomputation and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3,
+    halved for causality).
     """
     config = model.config
     products = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)

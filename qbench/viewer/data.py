@@ -77,7 +77,8 @@ class WholeStore(Store):
 
 
 def unreadable(store: Store) -> Mapping[str, str]:
-    """Return cell → why its record cannot be read; {} for a store that raises instead."""
+    """Return cell → why its record cannot be read, of the cells read so far; {} for a store that
+    raises instead."""
     return store.unreadable if isinstance(store, WholeStore) else {}
 
 
@@ -110,7 +111,8 @@ class Results:
 
     @property
     def ready(self) -> bool:
-        """Return whether the newest version is tested; if not, a thread begins."""
+        """Return whether intervals and tests of the newest version are computed; if not, a thread
+        begins."""
         return self._begin().done()
 
     def comparison(self, *, wait: bool) -> Comparison:
@@ -147,9 +149,11 @@ class Results:
                     tested.set_exception(error)
 
     def payload(self, name: str, *, wait: bool = False) -> Json:
-        """Return the payload ``name``, such as cell/3. ``wait``: until intervals are computed.
+        """Return the payload ``name``, such as overview or cell/3. ``wait``: until intervals and
+        tests are computed.
 
-        Raises KeyError for an unknown name, cell or task, ResultsError for damaged records.
+        Raises KeyError for an unknown name, or a cell or task that does not exist; ResultsError for
+        records that cannot be read.
         """
         kind, *indexes = name.split("/")
         try:
@@ -169,7 +173,8 @@ class Results:
 
 
 def index(results: Sequence[Results]) -> Json:
-    """Return ``{"folders": [{"name": …}, …]}``: names, or if two are equal relative paths."""
+    """Return ``{"folders": [{"name": …}, …]}``: the folders' names; if two are equal, all are paths
+    relative to the common folder."""
     paths = [folder.store.directory.resolve() for folder in results]
     names = [path.name for path in paths]
     if len({*names}) < len(names):
@@ -389,7 +394,8 @@ def tokens(store: Store, cell: int, task: int, document: int) -> Json:
 
 
 def _tokens(store: Store, record: Record, task: str) -> pd.DataFrame | None:
-    """Return the divergences of a task, for answers by ``sample`` with ``agrees``, or None."""
+    """Return the divergences of a task, with the columns ``sample`` and ``agrees`` for answers;
+    None if the record has none."""
     if task == ANSWERS and ANSWERS in record.files:
         rows, _ = split_prompts(store.answers(record))
         return rows.assign(tokens=1)

@@ -9,6 +9,7 @@ from loading import load_model, require_refused, save_as_transformers
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qbench.checkpoints import find
 from qbench.checkpoints.load import unlike_files
@@ -50,6 +51,18 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_number(stock, forma
     )
     with pytest.raises(CheckpointError, match=words):
         load_model(find(str(stock)), dtype=torch.bfloat16, device="cpu")
+
+
+def test_angles_of_some_dimensions_alone_are_loaded(tmp_path):
+    """As Gemma 4's: zeros are joined to a rotary embedding's numbers."""
+    if "proportional" not in ROPE_INIT_FUNCTIONS:
+        pytest.skip("a later release of transformers has it")
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4}
+    config = LlamaConfig(**SMALL, rope_parameters=rope)
+    made = LlamaForCausalLM(config)
+    made.save_pretrained(tmp_path)
+    model = load_model(find(str(tmp_path)), dtype=torch.float32, device="cpu")
+    assert torch.equal(model.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
 
 
 def test_weights_that_overflow_the_dtype_are_refused(stock):

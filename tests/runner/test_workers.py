@@ -91,7 +91,7 @@ def test_a_worker_keeps_the_memory_of_tensors_for_the_next_and_looks_for_garbage
 def test_what_the_first_call_leaves_is_looked_through_for_garbage_once():
     with Workers([0], device="cpu") as executor:
         counts = [executor.submit(gc.get_freeze_count).result(timeout=PATIENCE) for _ in range(3)]
-    assert counts[0] < counts[1] == counts[2]
+    assert counts[0] < counts[2] <= counts[1]  # some of them are dropped
 
 
 def break_device():

@@ -22,7 +22,8 @@ def supported() -> list[str]:
 
 
 def require(normalizer: str) -> Kernels:
-    """Return the kernels of ``normalizer``. Raises UnavailableError if there are none."""
+    """Return the kernels of ``normalizer``. Raises UnavailableError if it has none, RecipeError for
+    an unknown name."""
     kernels = NORMALIZERS[normalizer].kernels
     if kernels is None:
         raise UnavailableError(

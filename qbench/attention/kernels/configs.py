@@ -69,7 +69,8 @@ def backward_config(kernel: dict[int, Config], width: int, dtype: torch.dtype) -
 
 
 def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:
-    """Return the configuration of decoding. ``rows``: heads × queries that share keys."""
+    """Return the configuration of decoding for heads of ``width``. ``rows``: heads × queries that
+    share keys."""
     if dtype == torch.float32 or width > 128:
         # Triton's pipeliner (3.6, 3.7) ends the process where warpgroups multiply with value rows
         # that may be left out.

@@ -270,7 +270,8 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 @cache
 def _gates_as_torch(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernel gives the bits of this torch for all gates in bfloat16."""
+    """Return whether the kernel gives the bits of this release of torch for all gates in bfloat16;
+    others are not tried."""
     if dtype != torch.bfloat16:
         return False
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)

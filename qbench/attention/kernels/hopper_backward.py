@@ -65,7 +65,8 @@ def causal_log2_length(rows, FLAGS: gl.constexpr):
 
 @gluon.jit
 def store_rows(out, x, first, batch, head, strides):
-    """Store ``x`` [ROWS, HEAD_DIM] to ``out``, of these ``strides``, from row ``first`` on."""
+    """Store ``x`` [ROWS, HEAD_DIM] to ``out`` from row ``first`` on. ``strides``: of batch row,
+    head and row."""
     rows = first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     pointers = out + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
@@ -657,7 +658,7 @@ def hopper_bwd_dkdv(
 ):  # fmt: skip
     """Compute gradients of keys and values, by BLOCK_Q queries per tile. ``sizes``: key heads, how
     many query heads share one, length; ``scales``: see the queries' kernel; ``strides``: of dk and
-    dv. It is launched PRECISE and not; the launch that no flag needs returns at once."""
+    dv. It is launched once PRECISE and once not; the launch that no flag needs returns at once."""
     if NEEDS_EXPM1 & FLAGS:
         flags = needs_expm1 + gl.program_id(1) * (sizes[2] // CHUNK) + gl.program_id(0) * 2
         gl.static_assert(BLOCK == 2 * CHUNK)

@@ -1,4 +1,5 @@
-"""The base class of normalizers, their registry, and that of scaled scores. Imports no torch."""
+"""The base class of normalizers, their registry, and the normalizer of scaled scores. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class Kernels:
 
     @property
     def elementwise(self) -> bool:
-        """Return whether weights need no sum of their row, and scores take a ``bias``."""
+        """Return whether weights need no sum of their row, and scores take the parameter ``bias``,
+        −log n by default."""
         return self.score_function == "sigmoid"
 
     @property
@@ -115,7 +117,8 @@ class Normalizer(ABC):
     def weights(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the weights of ``scores`` [..., N], in their dtype: the definition.
+        """Return the weights of ``scores`` [..., N] over the last axis, in their dtype: the
+        definition.
 
         A key counts neither in the numerator nor in the denominator if ``allowed`` (bool, broadcast
         to the scores) is False; a row with nothing allowed gives zeros. ``parameters``: by name,
@@ -126,7 +129,8 @@ class Normalizer(ABC):
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         """Return numerator [..., N] and denominator [..., 1] of the weights, with the arguments of
-        :meth:`weights`, if that is faster, else None. It may overwrite ``scores``."""
+        :meth:`weights`, if that is faster, else None. For inference only; it may overwrite
+        ``scores``."""
         return None
 
     def attention(

@@ -66,7 +66,7 @@ class Requests:
         """Return how many tokens of each are scored [R]: those of the continuation."""
         return self.lengths - self.contexts
 
-    def texts(self, firsts: np.ndarray, counts: np.ndarray) -> list[bytes]:
+    def token_bytes(self, firsts: np.ndarray, counts: np.ndarray) -> list[bytes]:
         """Return tokens as bytes, four for each, which sort as they do: from each of ``firsts`` on
         as many as ``counts`` says."""
         ids = self.tokens.astype(">u4").tobytes()
@@ -379,7 +379,7 @@ class Padding:
                 return 0
             return group.length if self.one_length else 1
 
-        inputs = requests.texts(requests.starts, requests.lengths - 1)
+        inputs = requests.token_bytes(requests.starts, requests.lengths - 1)
         for part in parts:
             by_input: dict[bytes, list[int]] = {}
             for i in part:
@@ -628,9 +628,9 @@ def prefix_groups(requests: Requests, max_length: int, batch_tokens: int, segmen
     separate = (sizes < whole) | (requests.contexts < LEAST)
     shared = np.where(separate, whole, requests.contexts)
     by_context: dict[bytes, list[int]] = {}
-    for i, context in enumerate(requests.texts(requests.starts, shared)):
+    for i, context in enumerate(requests.token_bytes(requests.starts, shared)):
         by_context.setdefault(context, []).append(i)
-    inputs, lengths = requests.texts(begins, sizes), requests.lengths.tolist()
+    inputs, lengths = requests.token_bytes(begins, sizes), requests.lengths.tolist()
     listed, starts, earliest = list[int](), list[int](), list[int]()  # starts: of groups
     alike: dict[tuple[int, bytes], int] = {}  # group and input → the first member with it
     for context, indexes in by_context.items():
@@ -660,7 +660,7 @@ def prefix_groups(requests: Requests, max_length: int, batch_tokens: int, segmen
     rests = sizes - before
     new = (rests > 0) & (earliest == np.arange(len(members)))
     tokens = prefixes + np.add.reduceat(rests * new, firsts)
-    texts = requests.texts(begins[firsts], prefixes)
+    texts = requests.token_bytes(begins[firsts], prefixes)
     longest_first = list(zip((-tokens).tolist(), texts, strict=True))
     order = sorted(range(len(firsts)), key=longest_first.__getitem__)
     rank = np.argsort(order)[group]

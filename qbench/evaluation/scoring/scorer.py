@@ -308,7 +308,8 @@ class Scorer(LM):
         windows = kind == "loglikelihood_rolling"
         if windows or kind == "loglikelihood":
             requests = self._requests(instances, windows=windows)
-            if backend := self.fast or self.exact:
+            backend = self.fast or self.exact
+            if backend and len(requests):
                 requests.plan(backend.batching, windows=windows)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -394,7 +395,7 @@ class Scorer(LM):
     ) -> str | None:
         """Return why the scores that ``fast`` waits for are too far from exact ones; None if they
         are not. ``documents``: the document of each request. A sample of documents is scored
-        exactly (of few windows one), queued before that wait, and doubled while it does not tell
+        exactly (of windows two), queued before that wait, and doubled while it does not tell
         whether the bias is within its bound."""
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one

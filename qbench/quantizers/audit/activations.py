@@ -151,7 +151,8 @@ class _InputWatch(Rounding):
 
 
 def groups_of(x: Tensor, about: ActivationEvidence) -> Tensor:
-    """Return ``x`` [..., in] as [groups, values that share a scale]; one group for one scale."""
+    """Return ``x`` [..., in] as [groups, values that share a scale]; a single group if the format
+    has one scale for the tensor."""
     size = about.format.group_size
     if about.format.strategy == "tensor":
         return x.reshape(1, -1)

@@ -191,7 +191,8 @@ def audit(
     row_by_row: RowByRow = nullcontext,
     progress: Advance = lambda done, total: None,
 ) -> Audit:
-    """Compare ``quantized`` with its ``original``, on one device, which may be changed.
+    """Compare ``quantized`` with its ``original``, on one device. The original may be changed: do
+    not use it afterwards.
 
     ``probe``: token ids [B, T] of a text on which quantization must move the logits.
     ``row_by_row``: a context in which no row of a model's attention changes the last bits of

@@ -591,7 +591,8 @@ def _squares(prefix: str, tensor: Tensor, expected: Tensor) -> dict[str, Tensor]
 
 
 def relative_error(error_squared: float, norm_squared: float) -> float:
-    """Return ‖y − x‖ / ‖x‖ of the sums of squares ‖y − x‖² and ‖x‖²; infinite if undefined."""
+    """Return ‖y − x‖ / ‖x‖ of the sums of squares ‖y − x‖² and ‖x‖²; infinite if one is not finite,
+    or if x is 0 and y is not."""
     if not math.isfinite(error_squared) or not math.isfinite(norm_squared):
         return math.inf
     if not norm_squared:

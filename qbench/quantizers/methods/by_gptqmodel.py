@@ -1,4 +1,5 @@
-"""Copies by GPTQModel with its own defaults, but for group and batch sizes, and ParoQuant."""
+"""Copies that GPTQModel makes with its own defaults, but for the sizes of groups and batches, and
+for ParoQuant's training."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ class Gguf(LibraryMade):
     blocks = property(lambda self: (1, TYPES[self.type][1]))
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
-        """Raise RecipeError without the library, and for models but Llamas with plain RoPE."""
+        """Raise RecipeError if the library is missing, or for a model that is not a Llama with
+        plain RoPE."""
         super().check(config, device)
         rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
         if config.get("model_type") != "llama" or rope != "default" or config.get("rope_scaling"):

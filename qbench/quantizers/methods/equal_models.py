@@ -78,7 +78,8 @@ class Rotation(Settings):
     online: bool = Field(True, description="rotate the input of down_proj while the model runs")
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
-        """Raise RecipeError for unknown blocks, and for a width without a Hadamard matrix."""
+        """Raise RecipeError for a model whose blocks are not known, or a width without a Hadamard
+        matrix."""
         require_known(config, self.name)
         widths = {"hidden_size": config.get("hidden_size"), "head_dim": head_dim(config)}
         if self.online:

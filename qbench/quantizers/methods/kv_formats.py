@@ -65,7 +65,8 @@ class KVCache(Settings):
 
     @property
     def precision(self) -> Precision:
-        """Return bits and scheme, such as ``int4 per token in groups of 32 channels``."""
+        """Return bits and scheme of keys and values, such as ``int4 per token in groups of 32
+        channels``."""
         shared = "per tensor" if self.scales == "tensor" else "per head and token"
         if self.group_size != WHOLE_ROW:
             shared = f"per token in groups of {self.group_size} channels"

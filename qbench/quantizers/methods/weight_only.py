@@ -255,7 +255,8 @@ class Hqq(Grouped):
 
     @property
     def scheme(self) -> str:
-        """Return the scheme, such as ``int4 in groups of 64``."""
+        """Return the scheme in the field's words: ``int4 in groups of 64``; with float32 also that
+        scales and zeros are."""
         across = "" if self.axis == 1 else " across rows"
         wide = ", float32 scales and zeros" if self.compute_dtype == "float32" else ""
         return f"int{self.num_bits} in groups of {self.group_length(0)}{across}{wide}"
