@@ -251,8 +251,9 @@ class Scorer(LM):
         self.fast: Backend | None = None
         if settings.mode == "fast":
             right = padding
-            if not settings.shares_scales:
-                right = replace(padding, batch_tokens=SAMPLE_TOKENS)
+            if not settings.shares_scales:  # joined batches are large: they share beginnings
+                size = {"window_batch_size": 1} if exact else {"batch_tokens": SAMPLE_TOKENS}
+                right = replace(padding, **size)
             self._reference = replace(self.exact, batching=right)
             tokens = settings.batch_tokens
             if settings.packed:
