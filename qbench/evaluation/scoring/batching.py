@@ -647,14 +647,14 @@ def prefix_groups(requests: Requests, max_length: int, batch_tokens: int, segmen
     members, firsts = np.asarray(listed), np.asarray(starts)
     group = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(members)))
     # a prefix is the context, and what all of a group's inputs have after it
-    sizes, begins, known = sizes[members], begins[members], np.minimum(shared, sizes)[members]
-    rests, after = sizes - known, begins + known
+    sizes, begins, common = sizes[members], begins[members], np.minimum(shared, sizes)[members]
+    rests, after = sizes - common, begins + common
     both = np.minimum(rests, rests[firsts][group])
     pairs = [requests.tokens[_ranges(at, both)] for at in (after, after[firsts][group])]
     differ = np.flatnonzero(pairs[0] != pairs[1])
     prefixes = np.minimum.reduceat(both, firsts)
     np.minimum.at(prefixes, np.repeat(group, both)[differ], _ranges(0 * both, both)[differ])
-    prefixes += known[firsts]
+    prefixes += common[firsts]
     # each suffix once
     before = prefixes[group]
     rests = sizes - before
