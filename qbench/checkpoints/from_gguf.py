@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from qbench.errors import CheckpointError
 from qbench.files import file_digest, kept_digest
-from qbench.machine import import_transformers
+from qbench.machine import import_transformers, tidy_memory_seldom
 
 SECONDS_OF_SILENCE = 15.0
 
@@ -77,16 +77,30 @@ def main(file: Path, folder: Path) -> None:
     """Write ``file`` to ``folder``. transformers saves no model that it loaded from GGUF, so the
     weights go into a new one of the same configuration. Raises ValueError for a wrong tokenizer."""
     import gguf
+    import numpy as np
 
-    # transformers asks for both again and again, by the path as text: half of SmolLM2's time
+    tidy_memory_seldom()
+    # a view of np.memmap, of which readers take one per entry, takes five times an array's
+    np.memmap = lambda *args, mapped=np.memmap, **named: mapped(*args, **named).view(np.ndarray)
+    # transformers asks for these, and for each field's values, again and again
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-    gguf.GGUFReader(str(file))  # raises for another file, before torch is imported
+    fields = gguf.GGUFReader(str(file)).fields  # raises for another file, before torch is imported
     import torch
 
     import_transformers()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils
+    from transformers import modeling_gguf_pytorch_utils as legacy
 
+    values: dict[int, object] = {}
+
+    def value_of(part, types, parse=legacy._gguf_parse_value):
+        if id(part) not in values:
+            values[id(part)] = parse(part, types)
+        return values[id(part)]
+
+    legacy._gguf_parse_value = value_of
+    modeling_utils.unwrap_model = lambda model: model  # it would import the compiler
     loaded = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16
     )
@@ -98,7 +112,7 @@ def main(file: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if problem := tokenizer_problem(tokenizer, gguf.GGUFReader(str(file)).fields.get(ADD_BOS)):
+    if problem := tokenizer_problem(tokenizer, fields.get(ADD_BOS)):
         raise ValueError(f"{problem} (an update of transformers may help)")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

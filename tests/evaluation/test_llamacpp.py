@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from loading import load_model
@@ -10,6 +11,8 @@ from published_copies import DEMO, gguf, interleaved, original, write_gguf
 from scoring_models import prompt
 from small_recipe import qbench, small_recipe
 from tiny import tiny_model
+from transformers import modeling_gguf_pytorch_utils as legacy
+from transformers import modeling_utils
 
 from qbench.api import load_answers
 from qbench.cell import load
@@ -27,7 +30,7 @@ from qbench.recipe import Recipe
 from qbench.store import Store
 
 pytest.importorskip("xllamacpp", reason="pip install -e '.[llamacpp]'")
-pytest.importorskip("gguf", reason="pip install -e '.[llamacpp]'")
+library = pytest.importorskip("gguf", reason="pip install -e '.[llamacpp]'")
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -199,7 +202,11 @@ def test_why_llama_cpp_cannot_load_a_file_is_said(tmp_path):
 
 def test_a_file_is_a_checkpoint_too_dequantized_once(files, monkeypatch, capsys):
     """Named with --checkpoint, without an original. The next test starts the process. A line of
-    progress is repeated while it works."""
+    progress is repeated while it works, and no entry of the vocabulary is parsed again."""
+    parsed, parse = [], legacy._gguf_parse_value
+    monkeypatch.setattr(legacy, "_gguf_parse_value", lambda *a: (parsed.append(a[0]), parse(*a))[1])
+    for owner, name in (np, "memmap"), (library, "GGUFReader"), (modeling_utils, "unwrap_model"):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # set back after the test
     done = SimpleNamespace(returncode=0)
     monkeypatch.setattr(from_gguf, "SECONDS_OF_SILENCE", 0.001)
     monkeypatch.setattr(
@@ -208,6 +215,7 @@ def test_a_file_is_a_checkpoint_too_dequantized_once(files, monkeypatch, capsys)
     checkpoint = find(str(files["F32"]))
     assert checkpoint.config["model_type"] == "llama"
     assert capsys.readouterr().err.count("dequantizing it into") > 1
+    assert len(parsed) == len(set(map(id, parsed))) > 100
     again = find(str(files["F32"]))
     assert (again.folder, again.digest) == (checkpoint.folder, checkpoint.digest)
     ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
