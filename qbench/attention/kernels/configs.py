@@ -38,11 +38,18 @@ HOPPER_BLOCK_Q = {64: 64, 128: 32}
 COSTLY = CAPPED.value | SLOPED.value | ELEMENTWISE.value
 
 
-def forward_config(width: int, dtype: torch.dtype, kernels: Kernels, flags: int) -> Config:
+SHORT = 1024  # keys: a sequence of so many or fewer is short
+
+
+def forward_config(
+    width: int, dtype: torch.dtype, kernels: Kernels, flags: int, *, short: bool = False
+) -> Config:
     """Return the forward pass' configuration. ``width``: the head width, rounded up to a power of
-    2; ``flags``: the bits of FLAGS in ``common``."""
+    2; ``flags``: the bits of FLAGS in ``common``; ``short``: there are many short sequences."""
     if dtype == torch.float32:
         return _exact(width)
+    if short and width <= 64:  # a quarter less time for packs of questions and their answers
+        return Config(block_q=64, block_k=32, num_warps=4, num_stages=2)
     if width <= 128:
         # Its scores take so few registers that taller tiles fit.
         tall = kernels.score_function == "softmax" and flags & COSTLY == 0 and width <= 64

@@ -224,7 +224,8 @@ def forward_launches(
 
         return launch_decode
 
-    config = configs.forward_config(block(width), query.dtype, kernels, flags)
+    short = seq_bounds is not None and max_seqlen_k <= configs.SHORT
+    config = configs.forward_config(block(width), query.dtype, kernels, flags, short=short)
     tiles = describe_tiles((key, value), config.block_k, config)
     launch_forward = Launch(
         attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
