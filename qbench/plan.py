@@ -731,6 +731,8 @@ def scoring_settings(
     mode = ONE_WAY.get(quantization.runtime, evaluation.scoring)
     if mode == "auto":
         mode = "fast" if device == "cuda" else "exact"
+    shares_scales = not quantization.batch_invariant
+    tokens = batch_tokens(device, checkpoint.config, shares_scales=shares_scales)
     automatic = evaluation.batch_size == "auto"
     chat = None
     if evaluation.apply_chat_template or evaluation.system_instruction is not None:
@@ -744,7 +746,7 @@ def scoring_settings(
         max_length=min(lengths),
         batch_size=BATCH_SIZE[device] if automatic else evaluation.batch_size,
         window_batch_size=WINDOW_BATCH_SIZE[device] if automatic else evaluation.batch_size,
-        batch_tokens=batch_tokens(device, checkpoint.config) if mode == "fast" else None,
+        batch_tokens=tokens if mode == "fast" else None,
         add_bos=evaluation.add_bos,
         softmax_dtype=evaluation.softmax_dtype,
         sample=SAMPLE[device] if mode == "fast" else 0,
@@ -753,7 +755,7 @@ def scoring_settings(
         seed=evaluation.seed,
         fewshot_seed=evaluation.fewshot_seed,
         amplifies_rounding=quantization.amplifies_rounding,
-        shares_scales=not quantization.batch_invariant,
+        shares_scales=shares_scales,
         fallback=evaluation.scoring == "auto",
         chat=chat,
     )

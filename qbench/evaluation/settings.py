@@ -167,11 +167,11 @@ FEWSHOT_SEED = 1234  # lm-eval's own
 # Scores move with the size of a batch, so "auto" is a constant and not a measurement.
 BATCH_SIZE = {"cuda": 64, "cpu": 8}
 WINDOW_BATCH_SIZE = {"cuda": 8, "cpu": 1}
-BATCH_TOKENS = {"cuda": 32_768, "cpu": 2_048}
+BATCH_TOKENS = {"cuda": 65_536, "cpu": 2_048}
 SAMPLE = {"cuda": 32, "cpu": 8}
-# Tokens × hidden size of a pack on a GPU. A layer's activations grow with it: 1.1 GiB on top of
+# Tokens × hidden size of a pack on a GPU. A layer's activations grow with it: 1.7 GiB on top of
 # the weights at 340M parameters. Logits are computed in parts of a fixed size.
-PACK_ELEMENTS = 32_768 * 1_024
+PACK_ELEMENTS = 65_536 * 1_024
 LEAST_BATCH_TOKENS = 1_024
 UNKNOWN_HIDDEN_SIZE = 8_192  # of a configuration that states none
 
@@ -245,14 +245,16 @@ class ScoringSettings:
         return {k: v for k, v in asdict(self).items() if k not in left_out}
 
 
-def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
-    """Return the most tokens of a pack. They depend only on ``device``, "cuda" or "cpu", and the
+def batch_tokens(device: str, config: Mapping[str, Any], *, shares_scales: bool = False) -> int:
+    """Return the most tokens of a pack: half as many if a quantizer's scales are those of a whole
+    batch (``shares_scales``). They depend only on that, on ``device``, "cuda" or "cpu", and the
     model's shape (``config``, transformers' as a dict): packs are the same wherever the model runs,
     however much memory is free there."""
     most = BATCH_TOKENS[device]
     if device == "cpu":
         return most
-    fits = PACK_ELEMENTS // hidden_size(config)
+    halves = 2 if shares_scales else 1
+    most, fits = most // halves, PACK_ELEMENTS // halves // hidden_size(config)
     return min(most, max(LEAST_BATCH_TOKENS, fits - fits % LEAST_BATCH_TOKENS))
 
 
