@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,14 +197,14 @@ def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) 
     marks, inside, results = [time.perf_counter()], [0.0], []
 
     def score(task: LoadedTask, get_requests: Callable[[], Instances]) -> Callable[[], Outcomes]:
-        ask(clocked, task, get_requests())
-        return partial(judge, task, settings)
+        wait = ask(clocked, task, get_requests())
+        return lambda: wait() or judge(task, settings)
 
     for _, judged in in_turn(clocked, tasks, settings, score):
         marks.append(time.perf_counter())
         inside.append(clocked.seconds)
         results.append(judged)
-    marks[-1] = time.perf_counter()
+    marks[-1], inside[-1] = time.perf_counter(), clocked.seconds
     timed = []
     for seconds, model, judged in zip(np.diff(marks), np.diff(inside), results, strict=True):
         given = judged.result().responses
@@ -213,21 +214,41 @@ def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) 
 
 
 class Clocked:
-    """A language model that adds up the seconds of its answers."""
+    """A language model that adds up the ``seconds`` in which it has calls to answer, which may
+    overlap."""
 
     def __init__(self, scorer: Any) -> None:
-        self.scorer, self.seconds = scorer, 0.0
+        self.scorer, self._lock = scorer, threading.Lock()
+        self._calls, self._before, self._since = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._before + (time.perf_counter() - self._since if self._calls else 0.0)
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.scorer, name)
+        if name == "start":
+            return lambda *asked: partial(self._end, self._begin(attribute, *asked))
         return partial(self._call, attribute) if name in ASKED else attribute
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call ``method``, add the seconds to ``seconds``, and return its result."""
-        start = time.perf_counter()
-        answers = method(*arguments)
-        self.seconds += time.perf_counter() - start
-        return answers
+        """Return the result of ``method``, timed."""
+        return self._end(partial(self._begin, method, *arguments))
+
+    def _begin(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        with self._lock:
+            if not self._calls:
+                self._since = time.perf_counter()
+            self._calls += 1
+        return method(*arguments)
+
+    def _end(self, answers: Callable[[], Any]) -> Any:
+        given, seconds = answers(), self.seconds
+        with self._lock:
+            self._calls -= 1
+            self._before = seconds if not self._calls else self._before
+        return given
 
 
 def _answers(responses: pd.DataFrame) -> pd.Series:

@@ -343,6 +343,7 @@ class LlamaCppScorer(Scorer):
         windows: bool,
         counts: Counts,
         observer: Observer | None = None,
+        progress: Advance | None = None,
     ) -> Callable[[], list[LogLikelihood]]:
         answers = []
         first = 0
@@ -352,8 +353,8 @@ class LlamaCppScorer(Scorer):
             first += scored
             counts.batches += 1
             counts.tokens += len(ids) - 1
-            if self._progress is not None:
-                self._progress(number + 1, len(requests))
+            if progress is not None:
+                progress(number + 1, len(requests))
         return lambda: answers
 
     def _answer(

@@ -189,6 +189,7 @@ class Kept:
 
     def begin(self, instances, lengths, head):
         self.begun += 1
+        return self
 
     def prepare(self, scored):
         return scored
@@ -197,7 +198,7 @@ class Kept:
         return None
 
     def end(self):
-        pass
+        return lambda: None
 
 
 def test_an_attention_that_cannot_be_packed_is_refused():

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -61,6 +62,7 @@ from qbench.evaluation.scoring.forward import (
     rope_limit,
     score_rows,
     to_device,
+    to_host,
 )
 from qbench.evaluation.scoring.generate import (
     Prompt,
@@ -179,6 +181,8 @@ def report(
 
 STATES_BYTES = 16 * 2**30  # of hidden states that wait on the host while a model is streamed
 MANY_HEADS = 128  # of a configuration that states none
+ROLLING = "loglikelihood_rolling"  # lm-eval's method for whole texts
+LIKELIHOODS = ("loglikelihood", ROLLING)
 SAMPLE_TOKENS = 4096  # of a batch of fast scoring's sample: few are padding
 SAMPLED_WINDOWS = 2  # of fast scoring's sample; one has up to max_length scored tokens
 
@@ -234,7 +238,7 @@ class Scorer(LM):
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
         self._state_bytes = model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize
-        self._counts = Counts()
+        self._counts, self._turn = Counts(), threading.RLock()
         kind, limit = rope_limit(model.config.get_text_config())
         padding = Padding(
             max_length=settings.max_length,
@@ -280,17 +284,32 @@ class Scorer(LM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
         """Return (log-likelihood in nats, whether greedy) of each request's continuation after its
         context. Raises as ``read``, and for a request without tokens in either."""
-        return self.read(requests, self._requests(requests))
+        return self.start("loglikelihood", requests)()
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each request's whole text in nats, the sum over its rolling
         windows. Raises as ``read``."""
-        self._counts.rolling |= {request.task_name: None for request in requests}
-        windows = self._requests(requests, windows=True)
-        sums: list[float] = [0] * len(requests)
-        scores = self.read(requests, windows, windows=True)
-        for owner, (log_likelihood, _) in zip(windows.owners.tolist(), scores, strict=True):
+        return self.start(ROLLING, requests)()
+
+    def start(self, kind: str, requests: list[Any]) -> Callable[[], list[Any]]:
+        """Begin a call of the method ``kind``. Return a function that waits for its answers; a GPU
+        may get the next call's work before."""
+        if kind not in LIKELIHOODS:
+            answers = getattr(self, kind)(requests)
+            return lambda: answers
+        encoded = self._requests(requests, windows=kind == ROLLING)
+        scores = self.read(requests, encoded, windows=kind == ROLLING)
+        return partial(self._sums, requests, encoded, scores) if kind == ROLLING else scores
+
+    def _sums(
+        self, texts: list[Any], windows: Requests, scores: Callable[[], list[LogLikelihood]]
+    ) -> list[float]:
+        """Return the log-likelihood of each of ``texts``, of whose ``windows`` these are the
+        ``scores``."""
+        sums: list[float] = [0] * len(texts)
+        for owner, (log_likelihood, _) in zip(windows.owners.tolist(), scores(), strict=True):
             sums[owner] += log_likelihood
+        self._counts.rolling |= {text.task_name: None for text in texts}
         return sums
 
     def _requests(self, instances: Sequence[Any], *, windows: bool = False) -> Requests:
@@ -306,12 +325,11 @@ class Scorer(LM):
     def prepare(self, kind: str, instances: Sequence[Any]) -> None:
         """Encode ``instances`` and plan their batches for the next call of the method ``kind``,
         beside a call of another task. Raises EvaluationError for a request without tokens."""
-        windows = kind == "loglikelihood_rolling"
-        if windows or kind == "loglikelihood":
-            requests = self._requests(instances, windows=windows)
+        if kind in LIKELIHOODS:
+            requests = self._requests(instances, windows=kind == ROLLING)
             backend = self.fast or self.exact
             if backend and len(requests):
-                requests.plan(backend.batching, windows=windows)
+                requests.plan(backend.batching, windows=kind == ROLLING)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the answers to lm-eval's requests as texts: decoded in slots, or by HFLM if these
@@ -338,13 +356,14 @@ class Scorer(LM):
 
     def read(
         self, instances: Sequence[Any], requests: Requests, *, windows: bool = False
-    ) -> list[LogLikelihood]:
-        """Return the log-likelihoods of ``requests``, whose ``owners`` are indexes in lm-eval's
-        ``instances``, all of one task. ``windows``: they are rolling windows.
-        Raises EvaluationError if a continuation or all requests are too long, if memory is short,
-        or if fast scores leave the tolerance without ``fallback``."""
+    ) -> Callable[[], list[LogLikelihood]]:
+        """Queue ``requests``, whose ``owners`` are indexes in lm-eval's ``instances``, all of one
+        task, on the device. Return a function that waits for their log-likelihoods and adds the
+        call to the report. ``windows``: they are rolling windows. Either raises EvaluationError if
+        a continuation or all requests are too long, if memory is short, or if fast scores leave the
+        tolerance without ``fallback``."""
         if not len(requests):
-            return []
+            return list
         most, task = self.settings.max_length, instances[0].task_name
         if (longest := requests.scored.max()) > most:
             raise EvaluationError(  # HFLM would stop with a bare assertion
@@ -353,38 +372,50 @@ class Scorer(LM):
             )
         check_tokens([[requests.tokens.max()]], self._embedded)
         truncated = int((requests.lengths > most + 1).sum())
-        self._counts.add_requests(task, len(requests), truncated, most)
+        counts = Counts()
+        counts.add_requests(task, len(requests), truncated, most)
         lengths = np.bincount(requests.owners, requests.scored, len(instances)).astype(np.int64)
 
         def observed(backend: Backend) -> Callable[[], list[LogLikelihood]]:
             """Queue all requests on the device; return a function that waits for their scores."""
-            observer = self._observer
+            observer, wait = self._observer, None
             if observer is not None:
-                observer.begin(instances, lengths.tolist(), self.head)
-            queued = self._queue(backend, requests, windows, self._counts, observer)
+                observer = observer.begin(instances, lengths.tolist(), self.head)
+            queued = self._queue(backend, requests, windows, counts, observer, self._progress)
+            if observer is not None:
+                wait = observer.end()
 
             @cache
             def scores() -> list[LogLikelihood]:
                 in_input_order = queued()
-                if observer is not None:
-                    observer.end()
+                if wait is not None:
+                    wait()
                 return in_input_order
 
             return scores
 
+        scores = observed(self.fast or self.exact)
+        reasons: Iterator[str | None] = iter((None, None))
         if self.fast is not None:
-            scores = observed(self.fast)
             # Windows are independent: each costs as much to score exactly as fast
             documents: Sequence[Hashable] = range(len(requests))
             if not windows:
                 documents = [instances[owner].doc_id for owner in requests.owners.tolist()]
-            reason = self._compare(task, requests, documents, windows, scores)
-            if reason is None:
-                return scores()
-            if not self.settings.fallback:
-                raise EvaluationError(reason)
-            self._counts.exact_tasks[task] = reason
-        return observed(self.exact)()
+            reasons = self._compare(task, requests, documents, windows, scores, counts)
+        next(reasons)
+
+        def finish() -> list[LogLikelihood]:
+            reason, answers = next(reasons), scores
+            if reason is not None:
+                if not self.settings.fallback:
+                    raise EvaluationError(reason)
+                counts.exact_tasks[task] = reason
+                answers = observed(self.exact)
+            in_input_order = answers()
+            self._counts.add(counts)
+            return in_input_order
+
+        return finish
 
     def _compare(
         self,
@@ -393,22 +424,26 @@ class Scorer(LM):
         documents: Sequence[Hashable],
         windows: bool,
         fast: Callable[[], Sequence[LogLikelihood]],
-    ) -> str | None:
-        """Return why the scores that ``fast`` waits for are too far from exact ones; None if they
-        are not. ``documents``: the document of each request. A sample of documents is scored
-        exactly (of windows two), queued before that wait, and doubled while it does not tell
-        whether the bias is within its bound."""
+        counts: Counts,
+    ) -> Iterator[str | None]:
+        """Yield None when a sample of documents (of windows two) is queued to be scored exactly;
+        then why the scores that ``fast`` waits for are too far from exact ones, None if they are
+        not. ``documents``: the document of each request. The sample is doubled while it does not
+        tell whether the bias is within its bound."""
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one
         order = random.Random(self.settings.seed).sample(distinct, len(distinct))
         count = min(self.settings.sample, SAMPLED_WINDOWS if windows else self.settings.sample)
         if not count:
-            return None
+            yield from (None, None)
+            return
         while True:
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
             queued = self._queue(self._reference, requests.take(new), windows, Counts())
+            if not exact:
+                yield None
             scores = fast()
             exact |= dict(zip(new, queued(), strict=True))
             difference = compare(
@@ -425,9 +460,9 @@ class Scorer(LM):
                 break
             count *= 2
         if reason := sample_violation(self.settings.tolerance, sample):
-            return f"{reason}; use scoring: exact, or raise this tolerance"
-        self._counts.differences.append(difference)
-        return None
+            yield f"{reason}; use scoring: exact, or raise this tolerance"
+        counts.differences.append(difference)
+        yield None
 
     def _queue(
         self,
@@ -436,6 +471,7 @@ class Scorer(LM):
         windows: bool,
         counts: Counts,
         observer: Observer | None = None,
+        progress: Advance | None = None,
     ) -> Callable[[], list[LogLikelihood]]:
         """Score batches of ``requests``, which a GPU may go on with; return a function that waits
         for the scores, in the order of ``requests``."""
@@ -448,7 +484,8 @@ class Scorer(LM):
         results: list[tuple[Batch, RowScores]] = []
         done = 0
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        with ThreadPoolExecutor(1) as thread:  # reads the next part while the device computes
+        # A thread reads the next part while the device computes; one call at a time has it.
+        with self._turn, torch.cuda.stream(stream), ThreadPoolExecutor(1) as thread:
             read = partial(thread.submit, self._read_rows, backend, requests, observer, stream)
             following = read(parts[0])
             for part, after in zip(parts, [*parts[1:], None], strict=True):
@@ -456,13 +493,16 @@ class Scorer(LM):
                 count = sum(planned.requests for planned in part)
 
                 def tell(share: float, done: int = done, count: int = count) -> None:
-                    if self._progress is not None and counts is self._counts:
-                        self._progress(done + round(share * count), len(requests))
+                    if progress is not None:
+                        progress(done + round(share * count), len(requests))
 
                 results += self._run(backend, part, batches, requests, counts, observer, tell)
                 tell(1.0)
                 done += count
-        return lambda: in_order(results, len(requests), exact=backend.exact)
+        assert sum(len(batch.counts) for batch, _ in results) == len(requests)
+        values, flags = zip(*((s.log_probability, s.likeliest) for _, s in results), strict=True)
+        copied = to_host(torch.cat(values), torch.cat(flags))
+        return lambda: in_order(results, copied(), exact=backend.exact)
 
     def _read_rows(
         self,
