@@ -237,8 +237,8 @@ class Evaluation:
     def _score(
         self, scorer: Any, task: LoadedTask, get_requests: Callable[[], Instances]
     ) -> Callable[[], TaskResult]:
-        """Score one task, as far as a GPU is waited for later; return a function that does so and
-        computes metrics and damage."""
+        """Score one task, which a GPU may go on with; return a function that waits for its scores
+        and computes metrics and damage."""
         cell, start, answered = self.cell, time.perf_counter(), None
         wait: Callable[[], None] = lambda: None  # noqa: E731
         if task.answers is None:

@@ -194,22 +194,25 @@ def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) 
     judged while one is scored. A task's seconds end with its scores, the last's with metrics."""
     clocked = Clocked(scorer)
     synchronize(scorer.hflm.device.type)
-    marks, inside, results = [time.perf_counter()], [0.0], []
+    marks = [(time.perf_counter(), 0.0)]
 
     def score(task: LoadedTask, get_requests: Callable[[], Instances]) -> Callable[[], Outcomes]:
         wait = ask(clocked, task, get_requests())
-        return lambda: wait() or judge(task, settings)
 
-    for _, judged in in_turn(clocked, tasks, settings, score):
-        marks.append(time.perf_counter())
-        inside.append(clocked.seconds)
-        results.append(judged)
-    marks[-1], inside[-1] = time.perf_counter(), clocked.seconds
+        def work() -> Outcomes:
+            wait()
+            marks.append((time.perf_counter(), clocked.seconds))
+            return judge(task, settings)
+
+        return work
+
+    judged = [future for _, future in in_turn(clocked, tasks, settings, score)]
+    responses = [future.result().responses for future in judged]
+    marks[-1] = time.perf_counter(), clocked.seconds
     timed = []
-    for seconds, model, judged in zip(np.diff(marks), np.diff(inside), results, strict=True):
-        given = judged.result().responses
+    for (seconds, model), given in zip(np.diff(marks, axis=0).tolist(), responses, strict=True):
         given = given[given["filter"].isna()]  # not what filters took from it
-        timed.append(Timed(float(seconds), float(model), given))
+        timed.append(Timed(seconds, min(model, seconds), given))  # of two clocks
     return timed
 
 

@@ -518,7 +518,7 @@ def in_turn(
             ready = None
             if following is not None and not draws:
                 ready = before.submit(prepare, model, following, settings)
-            if draws and judged is not None:
+            if draws and judged is not None:  # an answer is counted and observed at once
                 judged.exception()
             work = score(task, requests.result)
             if work is not None:

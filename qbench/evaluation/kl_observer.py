@@ -26,13 +26,7 @@ from torch.nn import functional
 
 from qbench.errors import EvaluationError, OutputError, ResultsError
 from qbench.evaluation.scoring.batching import Scored
-from qbench.evaluation.scoring.forward import (
-    LMHead,
-    LogitsPart,
-    Projection,
-    to_device,
-    to_host,
-)
+from qbench.evaluation.scoring.forward import LMHead, LogitsPart, Projection, to_device, to_host
 from qbench.files import clean_temporaries, write_tensors
 from qbench.records import (
     ANSWERS,
@@ -176,6 +170,7 @@ class BaselineWriter:
         lengths = torch.tensor(self._lengths) if self._task == ANSWERS else None
         kept = torch.from_numpy(states).view(head.weight.dtype)
         self.tasks[self._task] = TaskHiddenStates(torch.from_numpy(token), kept, lengths)
+        self._rows.clear()  # whose memory is pinned: the next task is at work
 
 
 @dataclass(eq=False)

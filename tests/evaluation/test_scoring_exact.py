@@ -91,6 +91,15 @@ def test_the_report_says_whether_texts_began_with_bos_and_where_with_two(bos, do
         assert (report.bos, report.doubled_bos) == (bos is not False, doubled)
 
 
+def test_a_report_is_of_the_calls_that_were_waited_for():
+    for lm in both(llama(), bos=True):
+        calls = choices(3), pages((3, 75))
+        begun = [lm.start(requests[0].request_type, requests) for requests in calls]
+        for wait, doubled in zip(begun, ((), ("pages",)), strict=True):
+            wait()
+            assert lm.report().doubled_bos == doubled
+
+
 def test_softmax_in_the_models_dtype_is_hflms_default():
     theirs, ours = both(llama(dtype=torch.bfloat16), softmax_dtype="model")
     expected = ask(theirs, choices(9))

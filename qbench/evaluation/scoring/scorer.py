@@ -1,7 +1,7 @@
 """Score requests exactly or fast, as an lm-eval language model. A request goes through these steps,
 top to bottom.
 
-1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Requests`` of token ids;
+1. ``start``, whose answers may be waited for later, turns text into ``Requests`` of token ids;
 2. ``_queue`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, or those that go through a streamed model together
    (``qbench.streaming``), and splits what does not fit the device. Of its hidden states, those
@@ -124,13 +124,26 @@ class HFLMScorer(LM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each request's whole text, by HFLM in batches of
         ``window_batch_size``. Raises EvaluationError if HFLM stops."""
-        self._rolling |= {request.task_name: None for request in requests}
+        return self.start(ROLLING, requests)()
+
+    def start(self, kind: str, requests: list[Any]) -> Callable[[], list[Any]]:
+        """Make a call of the method ``kind``. Return a function that adds it to the report and
+        gives its answers; the next call may be made before. Raises as the method."""
+        if kind != ROLLING:
+            answers = getattr(self, kind)(requests)
+            return lambda: answers
         self.hflm.batch_size_per_gpu = self.settings.window_batch_size
         try:
             score = self.hflm.loglikelihood_rolling
-            return self._by_hflm("rolling log-likelihoods", score, requests)
+            sums = self._by_hflm("rolling log-likelihoods", score, requests)
         finally:
             self.hflm.batch_size_per_gpu = self.settings.batch_size
+
+        def finish() -> list[float]:
+            self._rolling |= {request.task_name: None for request in requests}
+            return sums
+
+        return finish
 
     def _by_hflm(
         self, what: str, score: Callable[..., list[Any]], requests: list[Any]
@@ -238,7 +251,7 @@ class Scorer(LM):
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
         self._state_bytes = model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize
-        self._counts, self._turn = Counts(), threading.RLock()
+        self._counts, self._turn = Counts(), threading.Lock()
         kind, limit = rope_limit(model.config.get_text_config())
         padding = Padding(
             max_length=settings.max_length,
