@@ -339,7 +339,7 @@ def _documents(task: TaskSpec, limit: int | None) -> str:
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BYTES_PER_TOKEN = 3.7  # of task files, each context once
 REPEATED = 1.6  # contexts that are scored anew with each answer, and padding
-BASE_GIB = {"cuda": 1.5, "cpu": 0.8}  # libraries, batches
+BASE_GIB = {"cuda": 2.1, "cpu": 0.8}  # libraries, batches
 # Of what calibration keeps of a block: on a CPU the C library keeps freed memory of each thread
 HELD = {"cuda": 1.0, "cpu": 1.5}
 SLOW_BF16, AMX_BF16 = 10.0, 0.15  # times float32, on processors without instructions and with AMX

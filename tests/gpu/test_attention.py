@@ -18,6 +18,7 @@ FEATURES = (
     {}, {"shape": (2, 4, 2, 333, 333, 128)}, {"slopes": True}, {"softcap": 20.0}, {"window": 100},
     {"shape": (2, 4, 2, 257, 257, 64), "mask": 0.5}, {"shape": (3, 8, 2, 1, 1000, 64)}, ALL,
     {"shape": (1, 4, 2, 900, 900, 64), "packed": (5, 295, 1, 599)},
+    {"shape": (1, 4, 2, 1500, 1500, 64), "packed": (5, 295, 1, 1199)},
 )  # fmt: skip
 CASES = [Case(normalizer=n, **{"shape": SQUARE, **f}) for n in NORMALIZERS for f in FEATURES]
 WIDTHS = [

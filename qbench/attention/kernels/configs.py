@@ -38,7 +38,7 @@ HOPPER_BLOCK_Q = {64: 64, 128: 32}
 COSTLY = CAPPED.value | SLOPED.value | ELEMENTWISE.value
 
 
-SHORT = 1024  # keys: a sequence of so many or fewer is short
+SHORT = 768  # keys: a sequence of so many or fewer is short
 
 
 def forward_config(
