@@ -265,7 +265,7 @@ class ScoringReport(RecordModel):
     batch_tokens: int | None = None
     requests: int | None = None  # None if lm-eval counted nothing
     batches: int | None = None
-    tokens: int | None = None  # computed, padding included
+    tokens: int | None = None  # of the batches, padding included
     truncated: int | None = None  # requests longer than the context
     truncated_shares: dict[str, float] = Field(default_factory=dict)  # of a task's requests, if any
     graph_error: str | None = None  # why a step of decoding was not captured as a CUDA graph

@@ -6,11 +6,13 @@ import pytest
 import torch
 from scoring_models import KINDS, ask, choices, instance, llama, pages, scorer, text
 from tiny import SPARSE_KEYS, tiny_model
-from transformers import PreTrainedTokenizerFast
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedTokenizerFast
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.transformers import set_attention
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.scoring import batching
+from qbench.evaluation.scoring import batching, forward
 from qbench.evaluation.scoring.forward import JoinedForward, MatmulRounding, probe_matmul
 from qbench.quantizers.fake_quant import install
 from qbench.quantizers.methods.kv_formats import KVCache
@@ -225,7 +227,8 @@ def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
     [("softmax", None), ("softmax", 0), ("softpick", None), ("softpick", 2)],
 )
 def test_batches_that_are_joined_give_hflms_bits(normalizer, sink_tokens):
-    """Beginnings that texts share are computed once; batches of few tokens stay alone."""
+    """Beginnings that texts share are computed once, whatever the length of their batches; batches
+    of few tokens stay alone."""
     model = llama(attention=f"qbench-{normalizer}-reference")
     if sink_tokens is not None:
         install(model, KVCache(element="int3", scales="token", sink_tokens=sink_tokens), {})
@@ -233,13 +236,33 @@ def test_batches_that_are_joined_give_hflms_bits(normalizer, sink_tokens):
     passes = []
     embedding = model.get_input_embeddings()
     embedding.register_forward_pre_hook(lambda _, given: passes.append(given[0].numel()))
-    for requests, most in ((choices(40), 0.9), (pages((3, 0, 75, 40, 120)), 1)):
+    for requests, most in ((choices(40), 0.65), (pages((3, 0, 75, 40, 120)), 1)):
         expected, by_hflm = ask(theirs, requests), passes.copy()
+        ask(ours, requests)  # how many tokens batches may share is known after it
         passes.clear()
         assert ask(ours, requests) == expected
         assert sum(passes) <= most * sum(by_hflm)
         assert len(passes) <= len(by_hflm) / 2
         passes.clear()
+
+
+def test_beginnings_that_attention_rounds_by_length_are_not_shared_among_batches(monkeypatch):
+    """It is seen while texts are scored, and their scores are HFLM's all the same."""
+    softmax = ALL_ATTENTION_FUNCTIONS["qbench-softmax-reference"]
+
+    def by_length(module, query, *others, **options):
+        output, rest = softmax(module, query, *others, **options)
+        output[:, 5:] *= 1 + query.shape[2] / 1000
+        return output, rest
+
+    AttentionInterface.register("qbench-by-length", by_length)
+    AttentionMaskInterface.register(
+        "qbench-by-length", ALL_MASK_ATTENTION_FUNCTIONS["qbench-softmax-reference"]
+    )
+    monkeypatch.setattr(forward, "_limits", {})
+    theirs, ours = both(llama(attention="qbench-by-length"), batch_size=8)
+    assert ask(ours, choices(40)) == ask(theirs, choices(40))
+    assert set(forward._limits.values()) == {5}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 batches: padded ones, which are HFLM's own, or packs without padding.
 
 Scores depend on the order, padding and grouping of padded batches. Several may still go through a
-model as one (``join``): attention sees each in its own shape, all else works token by token. Packs
-have about the same number of tokens each, and contain a prefix that requests share only once.
+model as one (``join``): attention sees each in its own shape, all else takes each token once, also
+those of a beginning that texts share. Packs have about the same number of tokens each, and contain
+a prefix that requests share only once.
 
 Requests with one context are a *prefix group*: the prefix (the tokens that they share) followed by
 suffixes (what each adds). A suffix attends to the prefix and to itself, and its positions go on
@@ -22,7 +23,7 @@ import itertools
 import os
 import threading
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -130,7 +131,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Counts:
-    """What was scored or generated so far. ``tokens`` are those computed for log-likelihoods,
+    """What was scored or generated so far. ``tokens`` are those of the batches that were scored,
     padding included; ``truncated`` requests were longer than the context and lost their oldest
     tokens, ``truncated_shares`` are their shares by task; ``graph_error`` says why a step of
     decoding could not be captured as a CUDA graph. ``rolling``: tasks that score whole texts.
@@ -471,40 +472,70 @@ def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinedBatch(Batch):
-    """Padded batches as one row of T tokens, each beginning that texts of a batch share taken once:
-    ``ids`` [1, T] at ``positions`` [1, T]. ``padded``: the tokens of each batch [B, L], as indexes
-    of these. ``places`` [T]: where each token lies first in all batches, one after another."""
+    """Padded batches of ``shapes`` (B, L) as one: ``ids`` [N] are those of one after another."""
 
+    shapes: tuple[tuple[int, int], ...]
+
+    def share(
+        self, multiple: int, least: int, limit: Callable[[tuple[int, int]], int]
+    ) -> SharedTokens:
+        """Return the tokens with each beginning that texts share taken once: texts of other batches
+        share at most the first ``limit(shape)`` of a text's. Those left are a ``multiple``, and
+        ``least`` or more."""
+        counts, lengths = np.transpose(self.shapes)
+        limits = np.asarray([limit(shape) for shape in self.shapes])
+        batch_of = np.repeat(np.arange(len(counts)), counts)  # of each text
+        text, position = np.nonzero(np.arange(lengths.max()) < lengths[batch_of][:, None])
+        batch = batch_of[text]
+        texts = np.zeros((len(batch_of), lengths.max()), dtype=np.int64)
+        texts[text, position] = self.ids + np.where(position < limits[batch], 0, batch + 1 << 32)
+        order = np.lexsort(texts.T[::-1])
+        texts = texts[order]
+        alike = np.zeros(texts.shape, dtype=bool)  # whether the text before begins as far alike
+        np.logical_and.accumulate(texts[1:] == texts[:-1], axis=1, out=alike[1:])
+        first = np.maximum.accumulate(np.where(alike, 0, np.arange(len(texts))[:, None]))
+        beginnings = first[np.argsort(order)[text], position] * lengths.max() + position
+        _, places, tokens = np.unique(beginnings, return_index=True, return_inverse=True)
+        repeats = np.flatnonzero(batch != batch[places][tokens])
+        count = max(least, len(places))
+        places = np.pad(places, (0, count + -count % multiple - len(places)))
+        return SharedTokens(
+            ids=self.ids[None, places],
+            positions=position[None, places],
+            shapes=self.shapes,
+            tokens=tokens,
+            places=places,
+            repeats=repeats,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedTokens:
+    """The N tokens of a ``JoinedBatch`` as one row of T: ``ids`` [1, T] at ``positions`` [1, T].
+    ``tokens`` [N] are indexes of these, ``places`` [T] where each lies first in the N, ``repeats``
+    where one lies again, in another batch."""
+
+    ids: np.ndarray
     positions: np.ndarray
-    padded: tuple[np.ndarray, ...]
+    shapes: tuple[tuple[int, int], ...]
+    tokens: np.ndarray
     places: np.ndarray
+    repeats: np.ndarray
 
 
-def join(batches: Sequence[Batch], multiple: int, least: int) -> JoinedBatch:
-    """Return padded ``batches`` as one, whose tokens are a ``multiple``, and ``least`` or more."""
-    indexes, first = [], 0  # of the first token with the same ones before it, in all batches
-    for ids in (batch.ids for batch in batches):
-        alike = np.logical_and.accumulate(ids[:, None] == ids, axis=2)  # [B, B, L]
-        length = ids.shape[1]
-        indexes.append(first + alike.argmax(axis=0) * length + np.arange(length))
-        first += ids.size
-    places, tokens = np.unique(np.concatenate(indexes, axis=None), return_inverse=True)
-    count = max(least, len(places))
-    places = np.pad(places, (0, count + -count % multiple - len(places)))
-    ids = np.concatenate([batch.ids for batch in batches], axis=None)
-    positions = np.concatenate([np.tile(np.arange(i.shape[1]), len(i)) for i in indexes])
-    parts = np.split(tokens.ravel(), np.cumsum([i.size for i in indexes])[:-1])
-    rows = [part[batch.rows] for part, batch in zip(parts, batches, strict=True)]
+def join(batches: Sequence[Batch]) -> JoinedBatch:
+    """Return padded ``batches`` as one."""
+    sizes = [batch.ids.size for batch in batches]
+    starts = np.cumsum(sizes) - sizes
+    rows = [batch.rows + start for batch, start in zip(batches, starts, strict=True)]
     shifts = np.repeat(np.cumsum([0, *map(len, rows[:-1])]), [len(b.scored.row) for b in batches])
     row, index, token = (
         np.concatenate([getattr(batch.scored, name) for batch in batches])
         for name in ("row", "index", "token")
     )
     return JoinedBatch(
-        ids=ids[None, places],
-        positions=positions[None, places],
-        padded=tuple(part.reshape(i.shape) for part, i in zip(parts, indexes, strict=True)),
-        places=places,
+        ids=np.concatenate([batch.ids for batch in batches], axis=None),
+        shapes=tuple(batch.ids.shape for batch in batches),
         rows=np.concatenate(rows),
         scored=Scored(row + shifts, index, token),
         request_indices=np.concatenate([batch.request_indices for batch in batches]),

@@ -51,7 +51,8 @@ PARTS = ((1, 1), (3, 2), (17, 1), (45, 3), (101, 1))  # first row, multiples of 
 NAME = "qbench-packed"
 WITH_MASKS = "qbench-packed-with-masks"
 JOINED = "qbench-joined"
-JOINED_TOKENS = 2048  # of more, layers take no less time for each
+JOINED_TOKENS = 3072  # padded ones; of more, layers take no less time for each
+_limits: dict[tuple[str, tuple[int, int]], int] = {}  # by attention and shape of a batch
 
 
 def _attend_segments(
@@ -117,13 +118,16 @@ def _attend_padded(
     value: Tensor,
     attention_mask: Any,
     *,
-    qbench_padded: Sequence[Tensor],
+    qbench_shapes: Sequence[tuple[int, int]],
+    qbench_tokens: Tensor,
     qbench_places: Tensor,
+    qbench_repeats: Tensor,
     qbench_attention: str,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attend within each padded batch of a ``JoinedBatch``, in the shape that it has alone. Raises
-    UnavailableError for a layer with a window."""
+    """Attend within each padded batch of ``SharedTokens``, in the shape that it has alone. Raises
+    UnavailableError for a layer with a window, _OtherBits if a batch's shape rounds a token that it
+    shares otherwise than another's."""
     if getattr(attention_mask, "window", None) is not None:
         raise UnavailableError("batches are joined without windows")
     once = read_apart(module, key, value)
@@ -133,13 +137,22 @@ def _attend_padded(
     options.pop("position_ids", None)
     attention = ALL_ATTENTION_FUNCTIONS[qbench_attention]
     tokens, outputs = [each[0].transpose(0, 1) for each in (query, key, value)], []
-    for batch in qbench_padded:  # tokens stay the outer dimension in memory
-        parts = [
-            each.index_select(0, batch.view(-1)).unflatten(0, batch.shape).transpose(1, 2)
-            for each in tokens
+    sizes = [count * length for count, length in qbench_shapes]
+    for batch, shape in zip(qbench_tokens.split(sizes), qbench_shapes, strict=True):
+        parts = [  # tokens stay the outer dimension in memory
+            each.index_select(0, batch).unflatten(0, shape).transpose(1, 2) for each in tokens
         ]
         outputs.append(attention(module, *parts, None, **options)[0].flatten(0, 1))
-    return torch.cat(outputs).index_select(0, qbench_places)[None], None
+    output = torch.cat(outputs)
+    taken = output.index_select(0, qbench_places)
+    off = output[qbench_repeats] != taken[qbench_tokens[qbench_repeats]]
+    if off.any():
+        raise _OtherBits(qbench_repeats[off.flatten(1).any(1)].numpy())
+    return taken[None], None
+
+
+class _OtherBits(Exception):
+    """Says which tokens of joined batches, as indexes of all, attention rounds otherwise."""
 
 
 AttentionInterface.register(NAME, _attend_segments)
@@ -257,17 +270,34 @@ class PackedForward:
 class JoinedForward(PackedForward):
     """The decoder over padded batches: ``padded`` if they are not joined."""
 
-    def __init__(self, model: Any, padded: PaddedForward) -> None:
+    def __init__(self, model: Any, padded: PaddedForward, product: MatmulRounding) -> None:
         super().__init__(model, padded.decoder, name=JOINED)
         self.padded = padded
+        self._multiple, self._least = product.multiple, product.rows + 1
 
     def __call__(self, batch: Any) -> Tensor:
-        """Return the hidden states [B · L, H] of a padded batch, [T, H] of joined ones."""
-        return super().__call__(batch) if isinstance(batch, JoinedBatch) else self.padded(batch)
+        """Return the hidden states [N, H] of a padded batch's tokens, or of joined ones'."""
+        if not isinstance(batch, JoinedBatch):
+            return self.padded(batch)
+        while True:
+            shared = batch.share(self._multiple, self._least, self._limit)
+            try:
+                return super().__call__(shared)[torch.from_numpy(shared.tokens)]
+            except _OtherBits as error:
+                [indexes] = error.args
+            ends = np.cumsum(np.prod(batch.shapes, axis=1))
+            for i in np.unique(batches := np.searchsorted(ends, indexes, side="right")):
+                positions = (indexes[batches == i] - ends[i]) % batch.shapes[i][1]
+                _limits[self._attention, batch.shapes[i]] = positions.min()
+
+    def _limit(self, shape: tuple[int, int]) -> int:
+        """Return how many tokens of a text in a batch of ``shape`` have the bits that they have in
+        others, as far as was seen: vectors hold eight keys, and what is left rounds otherwise."""
+        return _limits.get((self._attention, shape), shape[1] // 8 * 8)
 
     def _options(self, batch: Any) -> dict[str, Any]:
-        padded = [torch.from_numpy(each) for each in batch.padded]
-        return {"qbench_padded": padded, "qbench_places": torch.from_numpy(batch.places)}
+        tensors = {k: torch.from_numpy(getattr(batch, k)) for k in ("tokens", "places", "repeats")}
+        return {f"qbench_{k}": v for k, v in {"shapes": batch.shapes, **tensors}.items()}
 
 
 @torch.no_grad()
@@ -302,9 +332,8 @@ def joined_forward(
     try:
         with torch.nn.modules.module.register_module_forward_pre_hook(note):
             alone = torch.cat([padded(batch) for batch in batches])
-        joined = join(batches, product.multiple, least)
-        forward = JoinedForward(model, padded)
-        same = torch.equal(alone, forward(joined)[joined.rows])
+        forward = JoinedForward(model, padded, product)
+        same = torch.equal(alone, forward(join(batches)))
         for matrix in kinds.values():
             same &= probe_matmul(matrix, model.dtype, device, JOINED_TOKENS).stable
     except Exception:  # a class may not take positions or options

@@ -532,7 +532,7 @@ class Scorer(LM):
             batches = [planned.collate(requests) for planned in part]
             least = self._product.rows + 1
             if isinstance(backend.forward, JoinedForward) and batches[0].ids.size >= least:
-                batches = [join(batches, self._product.multiple, least)]
+                batches = [join(batches)]
             if observer is None or self._stream:
                 return [(batch, None) for batch in batches]
             return [(batch, observer.prepare(batch.scored)) for batch in batches]

@@ -80,7 +80,7 @@ function Scoring({ of }: { of: any }) {
   const exact = of.difference_from_exact;
   return <Facts title="Scoring" method="fast-scoring" values={[
     ["Mode", `${of.mode}, softmax in ${of.softmax_dtype}`, "exact: equal to lm-eval’s own scoring of each request alone. fast: within a stated tolerance of it."], ["Batching", of.batching],
-    ["Requests", number(of.requests), "Continuations and windows that were scored."], ["Tokens", number(of.tokens), "Computed, padding included."],
+    ["Requests", number(of.requests), "Continuations and windows that were scored."], ["Tokens", number(of.tokens), "Of the batches, padding included."],
     ["Truncated", of.truncated ? number(of.truncated) : null, "Requests longer than the context."],
     ["From exact", exact && `${number(exact.mean_per_token)} nats per token on ${number(exact.documents)} documents, ${exact.changed_answers} answers changed`, "Fast minus exact scores on a sample."],
     ["Scored exactly", Object.entries(of.exact_tasks ?? {}).map(([task, why]) => `${task}: ${why}`).join("; ")],
