@@ -76,18 +76,19 @@ def set_attention(model: PreTrainedModel, *, normalizer: str, implementation: st
 
 
 @contextmanager
-def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
+def batch_invariant(model: PreTrainedModel) -> Iterator[bool]:
     """Make every row of ``model``'s attention the same bits within the body, whatever the other
     rows hold. A kernel's tile computes several rows, and what it skips or rescales depends on all
-    of them. So a model on our kernels runs the reference here, which multiplies row by row."""
+    of them. So a model on our kernels runs the reference here, which multiplies row by row. Yield
+    whether that changes nothing."""
     name = model.config._attn_implementation or ""
     if not (name.startswith("qbench-") and name.endswith("-triton")):
-        yield
+        yield True
         return
     normalizer = name.removeprefix("qbench-").removesuffix("-triton")
     model.set_attn_implementation(attention_name(normalizer, "reference", model.device))
     try:
-        yield
+        yield False
     finally:
         model.set_attn_implementation(name)
 

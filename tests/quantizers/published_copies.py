@@ -19,7 +19,6 @@ import transformers
 from loading import load_model, save_as_transformers
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers.integrations.bitnet import pack_weights
 from transformers.integrations.metal_quantization import _affine_quantize_tensor
 
 from qbench.checkpoints import find
@@ -249,6 +248,8 @@ def _in_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _in_bitnet(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """−1, 0 and 1, four to a byte, with a factor per matrix."""
+    from transformers.integrations.bitnet import pack_weights  # with torch's compiler
+
     factor = 1 / tensor.float().abs().mean()
     signs = (tensor.float() * factor).round().clamp(-1, 1)
     return {name: pack_weights(signs), f"{name}_scale": factor.bfloat16()[None]}

@@ -33,7 +33,7 @@ from qbench.quantizers.quantize import TRANSFORM, backend, evidence_of
 from qbench.records import GIB, Audit, BatchDependence, ModuleAudit, StoredSize
 from qbench.streaming import lockstep
 
-RowByRow = Callable[[Any], AbstractContextManager[None]]
+RowByRow = Callable[[Any], AbstractContextManager[Any]]
 SHIFTS = (1, 7)  # other tokens: ids moved on by so many
 CUT = 10  # tokens that are left off at the end; and half, and three quarters of the text
 OTHER_SHAPES = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, of any token's logits
@@ -53,14 +53,16 @@ def independence(
     quantized: nn.Module,
     config: QuantizationConfig,
     probe: Tensor,
+    known: Tensor,
     row_by_row: RowByRow = nullcontext,
 ) -> tuple[BatchDependence, BatchDependence, list[str]]:
     """Measure how far logits of ``quantized`` depend on later tokens, and on the other rows of a
     batch; return both, and a line per dependence that ``config`` does not declare. ``original`` is
     measured too if rounding might explain it.
 
-    ``probe``: token ids [B ≥ 2, T]. In the context ``row_by_row(model)`` no row of its attention
-    changes the last bits of another, as rows of a kernel's tile may.
+    ``probe``: token ids [B ≥ 2, T], and ``known`` its logits. In the context ``row_by_row(model)``
+    no row of its attention changes the last bits of another, as rows of a kernel's tile may; what
+    it yields is true if it changes nothing.
     """
     length = probe.shape[1]
     lengths = sorted({max(1, n) for n in (length - CUT, length // 2, length // 4)})
@@ -68,10 +70,11 @@ def independence(
     cut = [probe[:1], *(probe[:, :n] for n in lengths)]
     other_shapes = [] if config.amplifies_rounding else cut
     with ExitStack() as stack:
-        for model in (original, quantized):
-            stack.enter_context(row_by_row(model))
+        _, same = [stack.enter_context(row_by_row(model)) for model in (original, quantized)]
         both = _changed(probe, LAST_TOKEN, OTHER_ROWS)
-        base, *others = logits(quantized, probe, *both, *other_shapes)
+        first = [known] if same else []
+        texts = [probe, *both, *other_shapes][len(first) :]
+        base, *others = first + logits(quantized, *texts)
         rounding = ROUNDING * float(base.abs().max())
         still = _most(base, others[: len(both)], FIRST_ROW_EARLIER) == 0
 
@@ -211,7 +214,7 @@ def audit(
     stored = evidence_of(quantized, config, "weights")
     with recorded_dtypes(quantized, stored) as dtypes:
         try:
-            (after,) = logits(quantized, probe)
+            after = before if original is quantized else logits(quantized, probe)[0]
         except Exception as error:
             place = failing_layer(error, quantized)
             problems.append(f"{place}the quantized model's forward fails: {first_line(error)}")
@@ -225,7 +228,7 @@ def audit(
     fields: dict[str, Any] = {}
     if runs:
         fields["causality"], fields["batch_mates"], failures = independence(
-            original, quantized, config, probe, row_by_row
+            original, quantized, config, probe, after, row_by_row
         )
         problems += failures
     if config.transform is not None:
