@@ -53,7 +53,8 @@ def test_damage_is_that_of_an_independent_implementation(name, scheme, tmp_path)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table_of_transforms_is_what_is_measured(name, tmp_path):
     """The page says that 0.003 is noise, and rounding on another device adds to it."""
-    lines = (line.strip("| \n").split(" | ") for line in PAGE.open() if line.startswith("| "))
+    text = PAGE.read_text()
+    lines = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| "))
     rows = {title: values for title, *values in lines if title in TRANSFORMS}
     assert rows.keys() == TRANSFORMS.keys()
     tokenizer = load_tokenizer(checkpoint(name))  # or skips
