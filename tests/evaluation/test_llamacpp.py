@@ -1,6 +1,7 @@
 """GGUF files in llama.cpp against the same weights in transformers."""
 
 import json
+import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -192,6 +193,14 @@ def test_files_that_are_not_read_whole_are_refused(kind, architecture, fields, w
     path = str(write_gguf(tmp_path / "m.gguf", tiny_model(kind), architecture, **fields))
     with pytest.raises(CheckpointError, match=words):
         gguf_file.describe(path)
+
+
+def test_a_damaged_file_is_refused_in_a_line(tmp_path):
+    """Its first field's name has 2⁶³ bytes."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63))
+    with pytest.raises(CheckpointError, match="is not a complete GGUF file"):
+        gguf_file.describe(str(path))
 
 
 def test_why_llama_cpp_cannot_load_a_file_is_said(tmp_path):
