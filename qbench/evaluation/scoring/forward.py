@@ -51,7 +51,7 @@ PARTS = ((1, 1), (3, 2), (17, 1), (45, 3), (101, 1))  # first row, multiples of 
 NAME = "qbench-packed"
 WITH_MASKS = "qbench-packed-with-masks"
 JOINED = "qbench-joined"
-JOINED_TOKENS = 3072  # padded ones; of more, layers take no less time for each
+JOINED_TOKENS = 4096  # padded ones; of more, layers take no less time for each
 _limits: dict[tuple[str, tuple[int, int]], int] = {}  # by attention and shape of a batch
 
 
