@@ -23,6 +23,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
@@ -337,7 +339,8 @@ def set_library_env() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-UNUSED = ("hqq", "torchao", "sklearn", "scipy", "torchvision", "torchaudio")
+UNUSED = ("hqq", "torchao", "sklearn", "scipy")
+UNSEEN = ("torchvision", "torchaudio")
 COMPILER = "torch._dynamo"
 INDEXING = f"{COMPILER}._trace_wrapped_higher_order_op"
 MARKS = ("allow_in_graph", "assume_constant_result", "disable")
@@ -346,13 +349,35 @@ MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 class _Lazy(ModuleType):
     """Stands for a module until more of it is used than is set here."""
 
+    __path__: list[str]
+
     def __getattr__(self, name: str) -> Any:
-        package = name == "__path__" and self.__name__ == COMPILER
-        if name.startswith("__") and not package:  # others look at the files of all modules
+        if name.startswith("__"):  # others look at the files of all modules
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(importlib.import_module(self.__name__), name)
+
+
+class _CompilersParts(MetaPathFinder, Loader):
+    """Imports a part of the compiler after the compiler, while a ``_Lazy`` stands for it. Python
+    alone would import those parts twice that the compiler imports itself."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        compiler = sys.modules.get(COMPILER)
+        lazy = isinstance(compiler, _Lazy) and path is compiler.__path__
+        return ModuleSpec(name, self) if lazy else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if isinstance(sys.modules.get(COMPILER), _Lazy):
+            del sys.modules[COMPILER]
+        module = importlib.import_module(spec.name)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
 
 def import_transformers() -> None:
@@ -360,18 +385,20 @@ def import_transformers() -> None:
     (for saving models), scikit-learn (for assisted decoding), SciPy (for losses of detectors),
     what reads images and sound (TorchVision imports torch's compiler), the compiler itself and
     tensors over several machines. They take half of the time. The search of all installed files for
-    flash-attn is skipped too, and its own files are read once."""
+    flash-attn is skipped too, and its own files are read once. TorchVision and TorchAudio stay
+    missing for transformers: what it has said of models without them would not hold with them."""
     from unittest.mock import patch  # slow to import
 
     import torch  # whole: a thread may be at it, and needs its parts
     import torch.distributed
 
     # None is Python's own way to say that a module cannot be imported
-    hidden: dict[str, Any] = {name: None for name in UNUSED if name not in sys.modules}
+    hidden: dict[str, Any] = {name: None for name in (*UNUSED, *UNSEEN) if name not in sys.modules}
     if COMPILER not in sys.modules:  # it takes a second, and marks functions that it may meet
         compiler, hidden[INDEXING] = _Lazy(COMPILER), _Lazy(INDEXING)
         unmarked = dict.fromkeys(MARKS, lambda function=None, *_, **__: function or (lambda f: f))
-        vars(compiler).update(unmarked)
+        vars(compiler).update(unmarked, __path__=[])
+        sys.meta_path.insert(0, _CompilersParts())
         hidden[INDEXING].TransformGetItemToIndex = lambda: importlib.import_module(
             INDEXING
         ).TransformGetItemToIndex()

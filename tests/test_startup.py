@@ -71,6 +71,7 @@ def fork_server(tmp_path_factory):
         "    print(sorted((sorted(k), sorted((m, sorted(o)) for m, o in v.items()))\n"
         "                 for k, v in found.items()))\n"
         "    print(utils.create_import_structure_from_path.cache_info())\n"
+        "print(transformers.Qwen3_5ForCausalLM.__name__)\n"
         "models(); importlib.reload(utils); models()"
     ).splitlines()
 
@@ -89,22 +90,30 @@ def test_loading_a_model_imports_no_sympy(fork_server):
     assert fork_server[1:3] == ["False meta", "[1.0, 0.5623413324356079]"]
 
 
+def test_a_class_that_reads_videos_too_is_found_beside_torchvision(fork_server):
+    """transformers asks what it holds for missing, as it did while TorchVision was hidden."""
+    assert fork_server[5:6] == ["Qwen3_5ForCausalLM"]
+
+
 def test_workers_import_lm_eval_beside_weights_their_fork_server_before(fork_server):
     """Beside a thread that imports PyTorch, too: one waits for the other, since two that import
-    parts of it at a time end the process."""
+    parts of it at a time end the process. They import a part of torch's compiler once."""
     assert "qbench.cell_tasks" in fork_server[0].split()
-    names = python(
+    loaded, same = python(
         "import multiprocessing, sys, threading\n"
         "multiprocessing.process._parent_process = 1\n"
         "thread = threading.Thread(target=__import__, args=('torch',)); thread.start()\n"
-        "import qbench.runner.preload; thread.join(); print(*sys.modules)"
-    ).split()
-    assert "qbench.cell" in names
-    assert not {"lm_eval", "datasets", "pandas"} & set(names)
+        "import qbench.runner.preload; thread.join(); print(*sys.modules)\n"
+        "from torch._dynamo.utils import counters\n"
+        "from torch._dynamo.output_graph import counters as counted; print(counters is counted)"
+    ).splitlines()
+    assert "qbench.cell" in loaded.split()
+    assert not {"lm_eval", "datasets", "pandas"} & {*loaded.split()}
+    assert same == "True"
 
 
 def test_transformers_reads_each_model_file_once_and_finds_all_it_finds_by_itself(fork_server):
-    ours, reads, plain, by_itself = fork_server[5:]
+    ours, reads, plain, by_itself = fork_server[6:]
     assert ours == plain
     if "maxsize=128" in by_itself:  # else transformers has changed, and reads as it does
         assert "maxsize=None" in reads
