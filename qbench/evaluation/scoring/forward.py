@@ -542,6 +542,12 @@ def probe_matmul(
     width = getattr(head, "in_features", None) or head.weight.shape[-1]
     threads = torch.get_num_threads()
     multiple = 16 * threads
+    key = None
+    if type(head) is torch.nn.Linear and head.weight.dtype == dtype:  # one rounds as the other
+        aligned = head.weight.data_ptr() % 64
+        key = (*head.weight.shape, head.bias is None, aligned, dtype, threads, rows)
+    if key in _products:
+        return _products[key]
     generator = torch.Generator().manual_seed(0)
     longest = max(rows, PARTS[-1][0] + max(n for _, n in PARTS) * multiple)
     x = torch.randn(longest, width, generator=generator).to(dtype)
@@ -551,9 +557,13 @@ def probe_matmul(
             torch.equal(head(x[i : i + n * multiple]), product[i : i + n * multiple])
             for i, n in PARTS
         )
-    return MatmulRounding(rows=max(64, 4 * threads**2), multiple=multiple, stable=stable)
+    found = MatmulRounding(rows=max(64, 4 * threads**2), multiple=multiple, stable=stable)
+    if key is not None:
+        _products[key] = found
+    return found
 
 
+_products: dict[tuple[Any, ...], MatmulRounding] = {}  # of plain layers
 LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilities take
 
 
