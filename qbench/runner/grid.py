@@ -86,11 +86,13 @@ def run_cells(
     )
     keep_sources(grid.cache, manifest, sources)
     missing = grid.reuse_finished(chosen)
-    if executor is not None:  # those first that take longest: exact, in small packs, calibrated
+    # those first that take longest: exact, in small packs, calibrated, other than softmax
+    if executor is not None:
         missing.sort(key=lambda cell: (
             cell.base is not None, cell.scoring.mode == "fast", not cell.scoring.shares_scales,
             not cell.quantization.needs_calibration,
             not getattr(cell.quantization.weights, "optimize", False),
+            cell.checkpoint.normalizer == "softmax",
         ))  # fmt: skip
     if executor is not None and missing:
         grid.run(missing, executor)
