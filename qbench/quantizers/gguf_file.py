@@ -48,7 +48,7 @@ def _reader(path: str) -> Any:
 
     try:
         return Reader(path)
-    except (OSError, ValueError, IndexError, OverflowError) as error:
+    except (OSError, ValueError, LookupError, OverflowError) as error:
         raise CheckpointError(
             f"{path} is not a complete GGUF file ({error}); fetch it again"
         ) from None

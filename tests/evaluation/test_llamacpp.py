@@ -195,10 +195,14 @@ def test_files_that_are_not_read_whole_are_refused(kind, architecture, fields, w
         gguf_file.describe(path)
 
 
-def test_a_damaged_file_is_refused_in_a_line(tmp_path):
-    """Its first field's name has 2⁶³ bytes."""
+FIELD = struct.pack("<Q", 1) + b"a" + struct.pack("<IB", 0, 1)  # a field of one byte
+
+
+@pytest.mark.parametrize("fields", [struct.pack("<Q", 2**63), 2 * FIELD], ids=["size", "twice"])
+def test_a_damaged_file_is_refused_in_a_line(tmp_path, fields):
+    """Its first field's name has 2⁶³ bytes; a field comes twice."""
     path = tmp_path / "m.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63))
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + fields)
     with pytest.raises(CheckpointError, match="is not a complete GGUF file"):
         gguf_file.describe(str(path))
 
