@@ -47,7 +47,8 @@ LONGEST = (
     "test_dask.py", "test_scoring_exact.py", "test_generation.py", "test_compiled.py",
     "test_run.py", "test_docs.py", "test_quantize.py", "test_scoring_variants.py", "test_check.py",
     "test_kept_tasks.py", "test_scoring_fast.py", "test_audit.py", "test_llamacpp.py",
-    "test_bench_evaluation.py", "test_data.py", "test_workers.py", "test_resume.py", "test_evaluate.py",
+    "test_bench_evaluation.py", "test_data.py", "test_workers.py", "test_resume.py",
+    "test_evaluate.py",
 )  # fmt: skip
 
 
