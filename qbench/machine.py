@@ -509,6 +509,17 @@ def broken_device() -> str | None:
     return _broken_device
 
 
+def shuns_current_folder() -> bool:
+    """Return whether this process imports nothing from the current folder. Its children must not do
+    so either, where a user's own queue.py would stand for Python's."""
+    return not {"", os.getcwd()} & {*sys.path}
+
+
+def python_module(name: str) -> list[str]:
+    """Return the command that runs a module in a new process."""
+    return [sys.executable, *["-P"] * shuns_current_folder(), "-m", name]
+
+
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
     """Block Ctrl-C in this thread during the body. Processes that start there inherit the block;

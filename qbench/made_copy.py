@@ -23,7 +23,7 @@ from qbench.checkpoints.find import linear_shapes
 from qbench.checkpoints.fla import recognizes
 from qbench.errors import QuantizationError
 from qbench.files import content_key, new_folder
-from qbench.machine import version_of
+from qbench.machine import python_module, version_of
 from qbench.plan import Cell, find_copy
 from qbench.plugins import Plugin, load, loaded
 from qbench.quantizers.calibration import Calibration
@@ -106,7 +106,7 @@ def _make(
             environment["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("w") as file:
             done = subprocess.run(
-                [sys.executable, "-m", "qbench.made_copy", job],
+                [*python_module("qbench.made_copy"), job],
                 stdout=file, stderr=subprocess.STDOUT, env=environment, check=False,
             )  # fmt: skip
     if done.returncode:

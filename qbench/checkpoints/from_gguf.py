@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from qbench.errors import CheckpointError
 from qbench.files import file_digest, kept_digest
-from qbench.machine import import_transformers, tidy_memory_seldom
+from qbench.machine import import_transformers, python_module, tidy_memory_seldom
 
 SECONDS_OF_SILENCE = 15.0
 
@@ -39,7 +39,7 @@ def dequantized_folder(file: Path, cache: Path) -> Path:
             line = f"{file.name}: dequantizing it into {folder.parent}, once"
             with _repeated(line), tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
                 made = Path(temporary) / "made"
-                command = [sys.executable, "-m", "qbench.checkpoints.from_gguf"]
+                command = python_module("qbench.checkpoints.from_gguf")
                 done = subprocess.run([*command, file, made], capture_output=True, text=True)
                 if done.returncode < 0:
                     raise CheckpointError(

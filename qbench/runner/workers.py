@@ -42,11 +42,13 @@ from qbench.machine import (
     cores,
     interrupts_blocked,
     set_library_env,
+    shuns_current_folder,
     tidy_memory_seldom,
     visible_gpus,
 )
 
 PRELOAD = "qbench.runner.preload"
+SAFE_PATH, UNTIL_BEGUN = "PYTHONSAFEPATH", "until begun"  # of Python; a value of ours
 LONGEST_FOLDER = 70  # bytes of the path of temporary files
 # Python's lock goes to a thread that waited for the GPU or a file after 0.1 ms, not 5 ms: tasks are
 # prepared while weights are quantized and others are scored, and judged then
@@ -56,14 +58,16 @@ _starting = threading.Lock()
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for processes started in the body, unless the user set it."""
-    given = name in os.environ
-    os.environ.setdefault(name, value)
+    """Set an environment variable for processes started in the body, unless the user set it. They
+    import from the current folder only if this one does: sys.path is ours after some imports."""
+    values = {name: value} | ({SAFE_PATH: UNTIL_BEGUN} if shuns_current_folder() else {})
+    values = {key: text for key, text in values.items() if key not in os.environ}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if not given:
-            del os.environ[name]
+        for key in values:
+            os.environ.pop(key, None)
 
 
 def _share(processes: int) -> AbstractContextManager[None]:
@@ -279,6 +283,8 @@ def begin(gpu: int | None) -> None:
     on the CPU."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     tidy_memory_seldom()
+    if os.environ.get(SAFE_PATH) == UNTIL_BEGUN:
+        del os.environ[SAFE_PATH]
     if gpu is not None:
         visible = os.environ.get(VISIBLE)
         os.environ[VISIBLE] = visible.split(",")[gpu] if visible else str(gpu)

@@ -7,6 +7,7 @@ import platform
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import BrokenExecutor
@@ -193,6 +194,30 @@ def test_one_that_no_run_takes_is_ended(early):
         assert executor.submit(os.getpid).result(timeout=PATIENCE) not in early
     drop_early()
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in early))
+
+
+@pytest.mark.parametrize(("flags", "printed"), [(["-P"], "None False 1"), ([], "None True 0")])
+def test_processes_import_from_the_current_folder_only_if_the_command_does(
+    tmp_path, flags, printed
+):
+    """A user's own queue.py there would stand for Python's. What they start is left alone."""
+    (tmp_path / "queue_of_mine.py").write_text("open('imported', 'w').close()")
+    code = (
+        "import os, subprocess\n"
+        "from qbench.machine import python_module\n"
+        "from qbench.runner import workers\n"
+        "workers.PRELOAD = 'queue_of_mine'\n"
+        "with workers.Workers([0, 0], device='cpu') as executor:\n"
+        "    safe_path = executor.submit(os.getenv, 'PYTHONSAFEPATH').result()\n"
+        "imported = os.path.exists('imported')\n"
+        "print(safe_path, imported, subprocess.run(python_module('queue_of_mine')).returncode)"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    run = subprocess.run(
+        [sys.executable, *flags, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.strip() == printed
 
 
 @pytest.mark.parametrize("words", ["--workers 2", "--device cpu --workers=2", "--workers 3"])
