@@ -84,7 +84,8 @@ def find_cell(name: str) -> tuple[Store, Record]:
             raise ResultsError(f"{name}: not a record; name a records/…/KEY.json file")
         above = path.absolute().parents
         return Store(above[min(3, len(above) - 1)]), read_record(path, Record)
-    if len(path.parts) < 3 and not Store(path.parent.parent).has_manifest():
+    short = len(path.parts) < 3 and not Store(path.parent.parent).has_manifest()
+    if short or Store(path).has_manifest():
         raise ResultsError(
             f"{name}: names no cell; write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
         )

@@ -52,7 +52,8 @@ def test_a_record_is_found_by_cell_or_by_file(grid, monkeypatch):
 
 @pytest.mark.parametrize(
     ("address", "said"),
-    [("bf16", "write DIR/CHECKPOINT/QUANTIZER"), ("a/softmax/nf4", "no cell softmax/nf4"),
+    [("bf16", "write DIR/CHECKPOINT/QUANTIZER"), ("./../{}/a", "write DIR/CHECKPOINT/QUANTIZER"),
+     ("a/softmax/nf4", "no cell softmax/nf4"),
      ("a/softmax/hqq-4bit", "no record yet"), ("nowhere/softmax/bf16", "no grid.json here"),
      ("a/grid.json", "not a record")],
 )  # fmt: skip
@@ -60,7 +61,7 @@ def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, addre
     monkeypatch.chdir(tmp_path)
     make_store(tmp_path / "a", missing=("softmax/hqq-4bit",), **GRID)
     with pytest.raises(ResultsError, match=said):
-        find_cell(address)
+        find_cell(address.format(tmp_path.name))
 
 
 # Answers that quantization changed are counted from the outcomes of two cells.
