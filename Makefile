@@ -9,8 +9,6 @@ CPU_TORCH := https://download.pytorch.org/whl/cpu
 NEWEST := .newest/bin/python
 
 .PHONY: demo viewer pictures pages numbers test test-all test-real test-newest gate baseline test-gpu lint format docs install clean
-# with a cache of this clone's own, so that it computes what another clone has computed
-demo: export QBENCH_CACHE ?= $(CURDIR)/.venv/cache
 demo: install
 	$(BIN)/qbench run recipes/demo.yaml --workers 2
 	@echo "see it: $(BIN)/qbench view results/demo"

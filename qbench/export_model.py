@@ -68,8 +68,10 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     name, parts = record.cell, record.key_parts
     sources = find_sources(cache, store.manifest())
     if record.checkpoint not in sources.checkpoints:
-        raise ResultsError(f"{name}: this machine did not run the cell, so it does not know where "
-                           "the checkpoint is; run the cell here")  # fmt: skip
+        raise ResultsError(
+            f"{name}: where its checkpoint is stands in $QBENCH_CACHE, which has no run of this "
+            "cell; set the run's, or run the cell here"
+        )
     checkpoint = find(str(sources.checkpoints[record.checkpoint]))
     if checkpoint.digest != parts["weights"]:
         raise ResultsError(
