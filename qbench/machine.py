@@ -190,12 +190,15 @@ def cells_per_gpu(gib: float, gpus: int) -> int:
 
 version = functools.cache(metadata.version)  # a distribution that is missing is looked for again
 ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
+# transformers computes linear attention and state spaces by these where they are installed
+TAKEN = ("flash-linear-attention", "fla-core", "causal-conv1d", "mamba-ssm")
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
     """Return by name the installed versions of the distributions ``names`` and ``ALWAYS``, "absent"
-    for a missing one."""
-    return {name: version_of(name) for name in sorted({*ALWAYS, *names})}
+    for a missing one, and of those of ``TAKEN`` that are there."""
+    taken = {name for name in TAKEN if version_of(name) != "absent"}
+    return {name: version_of(name) for name in sorted({*ALWAYS, *taken, *names})}
 
 
 def version_of(name: str) -> str:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,12 @@ def test_a_setting_changes_keys_when_it_can_change_a_score(tmp_path, copies, cha
 
 @pytest.mark.parametrize(
     ("module", "name", "changed"),
-    [(planning, "code_digest", lambda: "0" * 64), (machine, "version", lambda name: "0")],
-    ids=["our own code", "libraries"],
+    [
+        (planning, "code_digest", lambda: "0" * 64),
+        (machine, "version", lambda name: "0"),
+        (machine, "version", lambda name: "0" if name == "causal-conv1d" else version(name)),
+    ],
+    ids=["our own code", "libraries", "one that transformers takes kernels from"],
 )
 def test_another_version_of_what_computes_changes_every_key(
     tmp_path, copies, monkeypatch, module, name, changed
