@@ -3,6 +3,7 @@ already, and measure what its class does."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ from qbench.checkpoints.find import (
     require_unchanged,
 )
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line, some
+from qbench.machine import TAKEN
 from qbench.streaming import load_block
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ PROBE = 16  # tokens; the last half differs between the two rows
 # of the size of its logits.
 NOISE = {torch.float32: 1e-4, torch.float64: 1e-4}
 NOISE_OF_HALF = 0.03
+TRITONS = re.compile("active drivers|accessed from Triton")  # in its errors, without a GPU
 # Our attention and a class's own round differently in every layer: on a CPU in float32 they agree;
 # elsewhere another function must differ clearly.
 OURS_OF_HALF, OURS_ON_GPU, OURS_OF_FEW_BITS = 0.1, 0.01, 0.5
@@ -518,11 +521,20 @@ def require_stored_head(model: PreTrainedModel, folder: Path, headers: dict[str,
 @torch.inference_mode()
 def probe_logits(model: PreTrainedModel, length: int = PROBE) -> torch.Tensor:
     """Return logits [2, length, vocabulary] of two rows of token ids that share their first half;
-    those of a shorter ``length`` are the beginnings of those of ``PROBE`` tokens."""
+    those of a shorter ``length`` are the beginnings of those of ``PROBE`` tokens. Raises
+    UnavailableError on a CPU if an installed package computes parts of the class on a GPU alone."""
     size = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(2 * PROBE).reshape(2, PROBE) * 7 % size
     ids[1, : PROBE // 2] = ids[0, : PROBE // 2]
-    return model(ids[:, :length].to(model.device), use_cache=False).logits.float()
+    try:
+        return model(ids[:, :length].to(model.device), use_cache=False).logits.float()
+    except Exception as error:
+        if model.device.type == "cpu" and TRITONS.search(str(error)):
+            raise UnavailableError(
+                f"{type(model).__name__}: transformers computes parts of it by packages that "
+                f"need a GPU, if installed ({', '.join(TAKEN)}); uninstall them, or use a GPU"
+            ) from error
+        raise
 
 
 def require_causal(model: PreTrainedModel, logits: torch.Tensor, why: str) -> None:

@@ -168,6 +168,18 @@ def test_a_model_that_fails_on_our_attention_is_refused(monkeypatch):
         require_ours(model, logits)
 
 
+def test_a_kernel_that_needs_a_gpu_is_named_on_a_cpu(monkeypatch):
+    """As Qwen 3.5 has it beside flash-linear-attention."""
+    model = tiny_model("llama")
+
+    def on_gpus_only(*_, **__):
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", on_gpus_only)
+    with pytest.raises(UnavailableError, match=r"need a GPU.*flash-linear-attention.*uninstall"):
+        probe_logits(model)
+
+
 def test_other_logits_than_its_own_are_refused():
     model = tiny_model("llama")
     set_attention(model, normalizer="softmax")

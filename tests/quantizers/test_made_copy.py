@@ -168,6 +168,7 @@ def test_gguf_layers_are_rounded_as_the_gguf_package_rounds_them(kind, tmp_path)
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_mix_is_what_llama_quantize_writes(code, tmp_path, monkeypatch):
+    pytest.importorskip("gguf", reason="pip install -e '.[llamacpp]'")
     program = tmp_path / by_llamacpp.PROGRAM
     program.write_text(f'#!/bin/sh\n/bin/cp "$1" "$2"; echo "$3" >"$0.types"; exit {code}\n')
     program.chmod(0o700)
