@@ -1,5 +1,6 @@
 """qbench from Python, as the README shows it."""
 
+import importlib
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import pytest
 from small_recipe import DEMO, small_recipe
 from synthetic import make_store
 
-from qbench import api
+from qbench import api, machine
 from qbench.errors import QbenchError
 from qbench.records import ANSWER_COLUMNS
 from qbench.store import Store
@@ -35,6 +36,19 @@ def test_the_readmes_snippet_runs_as_it_stands(tmp_path):
                           capture_output=True, env=environment)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "hqq-3bit (KL " in done.stdout
+
+
+def test_transformers_sees_all_that_is_installed_in_a_users_own_process(monkeypatch):
+    """TorchVision, too, which no cell needs: in a notebook code of the user's follows."""
+    asked = []
+    monkeypatch.setattr(machine, "import_transformers", lambda: asked.append(1))
+    monkeypatch.delitem(sys.modules, "qbench.runner.preload", raising=False)
+    importlib.import_module("qbench.runner.preload")
+    assert not asked
+    monkeypatch.delitem(sys.modules, "qbench.api")
+    monkeypatch.delitem(sys.modules, "qbench.runner.preload")
+    importlib.import_module("qbench.runner.preload")
+    assert asked
 
 
 def test_a_recipe_is_planned_run_compared_and_loaded_as_a_table(tmp_path, capfd):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 from contextlib import suppress
 from multiprocessing import parent_process
 from pathlib import Path
@@ -15,7 +16,8 @@ set_library_env()
 gc.disable()  # looking for garbage takes a fifth of the time of imports
 with redirected(Path(os.devnull)), suppress(Exception):  # what is missing is said where it is used
     importlib.import_module("qbench.plan")  # without PyTorch, whose libraries a thread loads
-    import_transformers()
+    if "qbench.api" not in sys.modules:  # else a user's own code will ask for what it leaves out
+        import_transformers()
     importlib.import_module("qbench.cell")
     if parent_process() is None:  # else beside a cell's weights
         importlib.import_module("qbench.cell_tasks")
