@@ -69,8 +69,8 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     sources = find_sources(cache, store.manifest())
     if record.checkpoint not in sources.checkpoints:
         raise ResultsError(
-            f"{name}: where its checkpoint is stands in $QBENCH_CACHE, which has no run of this "
-            "cell; set the run's, or run the cell here"
+            f"{name}: the cache does not say where its checkpoint is; set QBENCH_CACHE to the "
+            "run's, or run the cell here"
         )
     checkpoint = find(str(sources.checkpoints[record.checkpoint]))
     if checkpoint.digest != parts["weights"]:

@@ -191,13 +191,15 @@ def cells_per_gpu(gib: float, gpus: int) -> int:
 version = functools.cache(metadata.version)  # a distribution that is missing is looked for again
 ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
 # transformers computes linear attention and state spaces by these where they are installed
-TAKEN = ("flash-linear-attention", "fla-core", "causal-conv1d", "mamba-ssm")
+KERNEL_PACKAGES = (
+    "flash-linear-attention", "fla-core", "causal-conv1d", "mamba-ssm", "mambapy", "xlstm",
+)  # fmt: skip
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
     """Return by name the installed versions of the distributions ``names`` and ``ALWAYS``, "absent"
-    for a missing one, and of those of ``TAKEN`` that are there."""
-    taken = {name for name in TAKEN if version_of(name) != "absent"}
+    for a missing one, and of those of ``KERNEL_PACKAGES`` that are there."""
+    taken = {name for name in KERNEL_PACKAGES if version_of(name) != "absent"}
     return {name: version_of(name) for name in sorted({*ALWAYS, *taken, *names})}
 
 
@@ -343,16 +345,15 @@ def set_library_env() -> None:
 
 
 UNUSED = ("hqq", "torchao", "sklearn", "scipy")
-UNSEEN = ("torchvision", "torchaudio")
+HIDDEN = ("torchvision", "torchaudio")  # for good
 COMPILER = "torch._dynamo"
+UNREAD: list[str] = []  # the path of what stands for it
 INDEXING = f"{COMPILER}._trace_wrapped_higher_order_op"
 MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 
 
 class _Lazy(ModuleType):
     """Stands for a module until more of it is used than is set here."""
-
-    __path__: list[str]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # others look at the files of all modules
@@ -363,13 +364,11 @@ class _Lazy(ModuleType):
 
 
 class _CompilersParts(MetaPathFinder, Loader):
-    """Imports a part of the compiler after the compiler, while a ``_Lazy`` stands for it. Python
-    alone would import those parts twice that the compiler imports itself."""
+    """Imports the compiler before a part of it, while a ``_Lazy`` stands for it. Python alone would
+    import such a part twice: the compiler imports it too."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        compiler = sys.modules.get(COMPILER)
-        lazy = isinstance(compiler, _Lazy) and path is compiler.__path__
-        return ModuleSpec(name, self) if lazy else None
+        return ModuleSpec(name, self) if path is UNREAD else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         if isinstance(sys.modules.get(COMPILER), _Lazy):
@@ -389,18 +388,19 @@ def import_transformers() -> None:
     what reads images and sound (TorchVision imports torch's compiler), the compiler itself and
     tensors over several machines. They take half of the time. The search of all installed files for
     flash-attn is skipped too, and its own files are read once. TorchVision and TorchAudio stay
-    missing for transformers: what it has said of models without them would not hold with them."""
+    missing for transformers: it decides once which classes there are, and must not find them then.
+    """
     from unittest.mock import patch  # slow to import
 
     import torch  # whole: a thread may be at it, and needs its parts
     import torch.distributed
 
     # None is Python's own way to say that a module cannot be imported
-    hidden: dict[str, Any] = {name: None for name in (*UNUSED, *UNSEEN) if name not in sys.modules}
+    hidden: dict[str, Any] = {name: None for name in (*UNUSED, *HIDDEN) if name not in sys.modules}
     if COMPILER not in sys.modules:  # it takes a second, and marks functions that it may meet
         compiler, hidden[INDEXING] = _Lazy(COMPILER), _Lazy(INDEXING)
         unmarked = dict.fromkeys(MARKS, lambda function=None, *_, **__: function or (lambda f: f))
-        vars(compiler).update(unmarked, __path__=[])
+        vars(compiler).update(unmarked, __path__=UNREAD)
         sys.meta_path.insert(0, _CompilersParts())
         hidden[INDEXING].TransformGetItemToIndex = lambda: importlib.import_module(
             INDEXING
@@ -512,7 +512,7 @@ def broken_device() -> str | None:
     return _broken_device
 
 
-def shuns_current_folder() -> bool:
+def without_current_folder() -> bool:
     """Return whether this process imports nothing from the current folder. Its children must not do
     so either, where a user's own queue.py would stand for Python's."""
     return not {"", os.getcwd()} & {*sys.path}
@@ -520,7 +520,7 @@ def shuns_current_folder() -> bool:
 
 def python_module(name: str) -> list[str]:
     """Return the command that runs a module in a new process."""
-    return [sys.executable, *["-P"] * shuns_current_folder(), "-m", name]
+    return [sys.executable, *["-P"] * without_current_folder(), "-m", name]
 
 
 @contextmanager

@@ -36,11 +36,6 @@ def commands(page):
 ALL = [(page, arguments) for page in PAGES for arguments in commands(page)]
 
 
-def test_make_demo_leaves_what_view_and_export_read_where_they_look():
-    """Texts of documents and the place of checkpoints, in the cache."""
-    assert "QBENCH_CACHE" not in (ROOT / "Makefile").read_text()
-
-
 @pytest.mark.parametrize(("page", "arguments"), ALL, ids=lambda part: str(part)[:60])
 def test_a_command_can_be_given_as_it_stands(tmp_path, monkeypatch, page, arguments):
     """Its names and options are known, and what they are given is of the right kind."""

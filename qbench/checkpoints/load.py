@@ -34,7 +34,7 @@ from qbench.checkpoints.find import (
     require_unchanged,
 )
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line, some
-from qbench.machine import TAKEN
+from qbench.machine import KERNEL_PACKAGES, version_of
 from qbench.streaming import load_block
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ PROBE = 16  # tokens; the last half differs between the two rows
 # of the size of its logits.
 NOISE = {torch.float32: 1e-4, torch.float64: 1e-4}
 NOISE_OF_HALF = 0.03
-TRITONS = re.compile("active drivers|accessed from Triton")  # in its errors, without a GPU
+GPU_ONLY = re.compile("active drivers|accessed from Triton|is_cuda")  # in errors of kernels
 # Our attention and a class's own round differently in every layer: on a CPU in float32 they agree;
 # elsewhere another function must differ clearly.
 OURS_OF_HALF, OURS_ON_GPU, OURS_OF_FEW_BITS = 0.1, 0.01, 0.5
@@ -529,10 +529,11 @@ def probe_logits(model: PreTrainedModel, length: int = PROBE) -> torch.Tensor:
     try:
         return model(ids[:, :length].to(model.device), use_cache=False).logits.float()
     except Exception as error:
-        if model.device.type == "cpu" and TRITONS.search(str(error)):
+        there = [name for name in KERNEL_PACKAGES if version_of(name) != "absent"]
+        if there and model.device.type == "cpu" and GPU_ONLY.search(str(error)):
             raise UnavailableError(
-                f"{type(model).__name__}: transformers computes parts of it by packages that "
-                f"need a GPU, if installed ({', '.join(TAKEN)}); uninstall them, or use a GPU"
+                f"{type(model).__name__}: transformers computes parts of it by packages that need "
+                f"a GPU ({', '.join(there)}); uninstall them, or use a GPU"
             ) from error
         raise
 

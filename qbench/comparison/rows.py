@@ -84,12 +84,12 @@ def find_cell(name: str) -> tuple[Store, Record]:
             raise ResultsError(f"{name}: not a record; name a records/…/KEY.json file")
         above = path.absolute().parents
         return Store(above[min(3, len(above) - 1)]), read_record(path, Record)
-    short = len(path.parts) < 3 and not Store(path.parent.parent).has_manifest()
-    if short or Store(path).has_manifest():
-        raise ResultsError(
-            f"{name}: names no cell; write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
-        )
     store = Store(path.parent.parent)
+    if not store.has_manifest():
+        raise ResultsError(
+            f"{name}: names no cell; write DIR/CHECKPOINT/QUANTIZER, of a folder that `qbench run` "
+            "wrote, or a record's JSON file"
+        )
     cell = "/".join(path.parts[-2:])
     cells = {planned.cell: planned for planned in store.manifest().cells}
     if cell not in cells:

@@ -29,6 +29,7 @@ from distributed.worker import Worker
 from qbench.errors import RecipeError, UnavailableError, first_line
 from qbench.files import clean_temporaries, code_digest, temporary
 from qbench.machine import (
+    KERNEL_PACKAGES,
     broken_device,
     cuda_problem,
     hardware,
@@ -43,7 +44,10 @@ GPU = "GPU"  # a resource that workers may declare
 SECONDS_TO_CONNECT = 20.0
 SECONDS_FOR_A_WORKER = 120.0
 LOST = "the cluster was lost: its scheduler died or was restarted; start it and run again"
-LIBRARIES = ("triton", "bitsandbytes", "hqq", "gptqmodel", "optimum", "torchao", "accelerate")
+LIBRARIES = (
+    "triton", "bitsandbytes", "hqq", "gptqmodel", "optimum", "torchao", "accelerate",
+    *KERNEL_PACKAGES,
+)  # fmt: skip
 
 for name in ("distributed", "distributed.client", "distributed.gc"):  # each has its own level
     logging.getLogger(name).setLevel(logging.CRITICAL)

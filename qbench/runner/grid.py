@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from qbench.attention import NATIVE
 from qbench.cell_result import CellResult
 from qbench.errors import CheckpointError, ResultsError
 from qbench.evaluation.settings import tolerance_violation
@@ -92,7 +93,7 @@ def run_cells(
             cell.base is not None, cell.scoring.mode == "fast", not cell.scoring.shares_scales,
             not cell.quantization.needs_calibration,
             not getattr(cell.quantization.weights, "optimize", False),
-            cell.checkpoint.normalizer == "softmax",
+            cell.checkpoint.normalizer in ("softmax", NATIVE),
         ))  # fmt: skip
     if executor is not None and missing:
         grid.run(missing, executor)

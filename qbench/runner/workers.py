@@ -42,13 +42,14 @@ from qbench.machine import (
     cores,
     interrupts_blocked,
     set_library_env,
-    shuns_current_folder,
     tidy_memory_seldom,
     visible_gpus,
+    without_current_folder,
 )
 
 PRELOAD = "qbench.runner.preload"
-SAFE_PATH, UNTIL_BEGUN = "PYTHONSAFEPATH", "until begun"  # of Python; a value of ours
+SAFE_PATH = "PYTHONSAFEPATH"  # of Python
+UNTIL_BEGUN = "until begun"  # its value until a worker begins, which removes it
 LONGEST_FOLDER = 70  # bytes of the path of temporary files
 # Python's lock goes to a thread that waited for the GPU or a file after 0.1 ms, not 5 ms: tasks are
 # prepared while weights are quantized and others are scored, and judged then
@@ -60,7 +61,7 @@ _starting = threading.Lock()
 def _environment(name: str, value: str) -> Iterator[None]:
     """Set an environment variable for processes started in the body, unless the user set it. They
     import from the current folder only if this one does: sys.path is ours after some imports."""
-    values = {name: value} | ({SAFE_PATH: UNTIL_BEGUN} if shuns_current_folder() else {})
+    values = {name: value} | ({SAFE_PATH: UNTIL_BEGUN} if without_current_folder() else {})
     values = {key: text for key, text in values.items() if key not in os.environ}
     os.environ.update(values)
     try:

@@ -54,7 +54,7 @@ def test_a_record_is_found_by_cell_or_by_file(grid, monkeypatch):
     ("address", "said"),
     [("bf16", "write DIR/CHECKPOINT/QUANTIZER"), ("./../{}/a", "write DIR/CHECKPOINT/QUANTIZER"),
      ("a/softmax/nf4", "no cell softmax/nf4"),
-     ("a/softmax/hqq-4bit", "no record yet"), ("nowhere/softmax/bf16", "no grid.json here"),
+     ("a/softmax/hqq-4bit", "no record yet"), ("nowhere/softmax/bf16", "of a folder that"),
      ("a/grid.json", "not a record")],
 )  # fmt: skip
 def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, address, said):

@@ -211,6 +211,13 @@ def test_a_head_whose_rounding_depends_on_the_place_is_found_out():
         assert found.stable == (head is steady)
 
 
+def test_a_plain_head_is_measured_once_and_one_with_a_hook_by_itself():
+    cpu, head = torch.device("cpu"), torch.nn.Linear(24, 50, bias=False)
+    assert all(probe_matmul(head, torch.float32, cpu).stable for _ in range(2))
+    head.register_forward_pre_hook(lambda _, given: (given[0] / given[0].abs().max(),))
+    assert not probe_matmul(head, torch.float32, cpu).stable
+
+
 def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
     _, ours = both(llama())
 

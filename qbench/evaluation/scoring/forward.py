@@ -52,6 +52,7 @@ NAME = "qbench-packed"
 WITH_MASKS = "qbench-packed-with-masks"
 JOINED = "qbench-joined"
 JOINED_TOKENS = 4096  # padded ones; of more, layers take no less time for each
+_stable: set[tuple[Any, ...]] = set()  # plain layers; those of a shape and alignment round alike
 _limits: dict[tuple[str, tuple[int, int]], int] = {}  # by attention and shape of a batch
 
 
@@ -542,12 +543,17 @@ def probe_matmul(
     width = getattr(head, "in_features", None) or head.weight.shape[-1]
     threads = torch.get_num_threads()
     multiple = 16 * threads
-    key = None
-    if type(head) is torch.nn.Linear and head.weight.dtype == dtype:  # one rounds as the other
-        aligned = head.weight.data_ptr() % 64
-        key = (*head.weight.shape, head.bias is None, aligned, dtype, threads, rows)
-    if key in _products:
-        return _products[key]
+    rounding = MatmulRounding(rows=max(64, 4 * threads**2), multiple=multiple, stable=True)
+    key, weight = None, getattr(head, "weight", None)
+    if (
+        type(head) is torch.nn.Linear and type(weight) is torch.nn.Parameter
+        and weight.dtype == dtype and "forward" not in vars(head)
+        and not (head._forward_pre_hooks or head._forward_hooks)
+    ):  # fmt: skip
+        aligned = weight.data_ptr() % 64
+        key = (*weight.shape, head.bias is None, aligned, dtype, multiple, rows)
+    if key in _stable:
+        return rounding
     generator = torch.Generator().manual_seed(0)
     longest = max(rows, PARTS[-1][0] + max(n for _, n in PARTS) * multiple)
     x = torch.randn(longest, width, generator=generator).to(dtype)
@@ -557,13 +563,11 @@ def probe_matmul(
             torch.equal(head(x[i : i + n * multiple]), product[i : i + n * multiple])
             for i, n in PARTS
         )
-    found = MatmulRounding(rows=max(64, 4 * threads**2), multiple=multiple, stable=stable)
-    if key is not None:
-        _products[key] = found
-    return found
+    if stable and key is not None:
+        _stable.add(key)
+    return replace(rounding, stable=stable)
 
 
-_products: dict[tuple[Any, ...], MatmulRounding] = {}  # of plain layers
 LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilities take
 
 
