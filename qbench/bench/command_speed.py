@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from qbench.bench import Row
 from qbench.errors import EvaluationError
 from qbench.evaluation.evaluate import SPLIT_KEYS
 from qbench.evaluation.settings import BATCH_SIZE
+from qbench.machine import python_module
 
 if TYPE_CHECKING:
     from qbench.evaluation.tasks import TaskSpec
@@ -60,7 +60,7 @@ def bench_command(
 
         run(LM_EVAL, theirs)
         for pattern in cells or [""]:
-            ours = [sys.executable, "-m", "qbench", "run", str(recipe), "--device", planned.device]
+            ours = [*python_module("qbench"), "run", str(recipe), "--device", planned.device]
             ours += ["--only", pattern] if pattern else []
             run(
                 f"qbench run, {pattern or 'all cells'}",
@@ -92,7 +92,7 @@ def lm_eval_command(planned: Plan, folder: Path) -> list[str]:
     if cell.scoring.add_bos is not None:
         model += f",add_bos_token={cell.scoring.add_bos}"
     tasks = ",".join(_name(task) for task in planned.tasks)
-    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", model]
+    command = [*python_module("lm_eval"), "--model", "hf", "--model_args", model]
     command += ["--tasks", tasks, "--include_path", str(folder), "--device", planned.device]
     command += ["--batch_size", str(BATCH_SIZE[planned.device])]
     return [*command, *(["--limit", str(evaluation.limit)] if evaluation.limit else [])]

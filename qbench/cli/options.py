@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from qbench.errors import OutputError, RecipeError
 from qbench.files import require_writable
@@ -39,6 +40,18 @@ def _output(metavar: str, help: str = "") -> Any:
     FOLDER checks it before work."""
     check = _writable if metavar == "FILE" else None
     return typer.Option(help=help, parser=_path, callback=check, metavar=metavar)
+
+
+class _Command(TyperCommand):
+    """A command that refuses an option with a value that is given twice: click takes the last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        names = [word.partition("=")[0] for word in args]
+        for option in self.params:
+            single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
+            if single and sum(map(names.count, option.opts)) > 1:
+                raise typer.BadParameter("given twice; give it once, a list by commas", ctx, option)
+        return super().parse_args(ctx, args)
 
 
 class CommandGroup(typer.Typer):
@@ -95,7 +108,7 @@ class CommandGroup(typer.Typer):
         # what typer reads
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-        self.command(name or command.__name__, help=about)(wrapper)
+        self.command(name or command.__name__, cls=_Command, help=about)(wrapper)
         return command
 
 
