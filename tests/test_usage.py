@@ -25,7 +25,7 @@ from qbench.errors import ResultsError
         (["run", "r.yaml", "--device", "tpu"], "'tpu' is not one of"),
         (["list", "colours"], "qbench list: Invalid value for"),
         (["run", "r.yaml", "--limit"], "requires an argument"),
-        (["run", "--only=a", "r.yaml", "--only", "b"], "for '--only': given twice; give it once"),
+        (["run", "--only=a", "r.yaml", "--only", "b"], "for '--only': given twice; join its"),
     ],
 )
 def test_wrong_use_is_one_line(command, monkeypatch, capsys, arguments, words):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand
 
 from qbench.errors import OutputError, RecipeError
 from qbench.files import require_writable
@@ -43,14 +43,13 @@ def _output(metavar: str, help: str = "") -> Any:
 
 
 class _Command(TyperCommand):
-    """A command that refuses an option with a value that is given twice: click takes the last."""
+    """A command that refuses a list of names that is given twice: click takes the last option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         names = [word.partition("=")[0] for word in args]
         for option in self.params:
-            single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
-            if single and sum(map(names.count, option.opts)) > 1:
-                raise typer.BadParameter("given twice; give it once, a list by commas", ctx, option)
+            if option.metavar in ("NAMES", "PATTERNS") and sum(map(names.count, option.opts)) > 1:
+                raise typer.BadParameter("given twice; join its values by commas", ctx, option)
         return super().parse_args(ctx, args)
 
 
