@@ -198,9 +198,14 @@ KERNEL_PACKAGES = (
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
     """Return by name the installed versions of the distributions ``names`` and ``ALWAYS``, "absent"
-    for a missing one, and of those of ``KERNEL_PACKAGES`` that are there."""
-    taken = {name for name in KERNEL_PACKAGES if version_of(name) != "absent"}
-    return {name: version_of(name) for name in sorted({*ALWAYS, *taken, *names})}
+    for a missing one, and of ``kernel_packages``."""
+    return {name: version_of(name) for name in sorted({*ALWAYS, *kernel_packages(), *names})}
+
+
+@functools.cache  # transformers looks for them once, too
+def kernel_packages() -> list[str]:
+    """Return those of ``KERNEL_PACKAGES`` that are installed."""
+    return [name for name in KERNEL_PACKAGES if version_of(name) != "absent"]
 
 
 def version_of(name: str) -> str:

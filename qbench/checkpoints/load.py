@@ -34,7 +34,7 @@ from qbench.checkpoints.find import (
     require_unchanged,
 )
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line, some
-from qbench.machine import KERNEL_PACKAGES, version_of
+from qbench.machine import kernel_packages
 from qbench.streaming import load_block
 
 if TYPE_CHECKING:
@@ -529,11 +529,11 @@ def probe_logits(model: PreTrainedModel, length: int = PROBE) -> torch.Tensor:
     try:
         return model(ids[:, :length].to(model.device), use_cache=False).logits.float()
     except Exception as error:
-        there = [name for name in KERNEL_PACKAGES if version_of(name) != "absent"]
+        there = ", ".join(kernel_packages())
         if there and model.device.type == "cpu" and GPU_ONLY.search(str(error)):
             raise UnavailableError(
                 f"{type(model).__name__}: transformers computes parts of it by packages that need "
-                f"a GPU ({', '.join(there)}); uninstall them, or use a GPU"
+                f"a GPU ({there}); uninstall them, or use a GPU"
             ) from error
         raise
 

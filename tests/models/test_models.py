@@ -176,8 +176,7 @@ def test_a_kernel_that_needs_a_gpu_is_named_on_a_cpu(monkeypatch):
         raise RuntimeError("0 active drivers ([]). There should only be one.")
 
     monkeypatch.setattr(model.model.layers[0].self_attn, "forward", on_gpus_only)
-    monkeypatch.setattr("qbench.checkpoints.load.version_of", {"fla-core": "1"}.get)
-    monkeypatch.setattr("qbench.checkpoints.load.KERNEL_PACKAGES", ("fla-core",))
+    monkeypatch.setattr("qbench.checkpoints.load.kernel_packages", lambda: ["fla-core"])
     with pytest.raises(UnavailableError, match=r"need a GPU \(fla-core\); uninstall"):
         probe_logits(model)
 
