@@ -52,7 +52,6 @@ NAME = "qbench-packed"
 WITH_MASKS = "qbench-packed-with-masks"
 JOINED = "qbench-joined"
 JOINED_TOKENS = 4096  # padded ones; of more, layers take no less time for each
-_stable: set[tuple[Any, ...]] = set()  # plain layers; those of a shape and alignment round alike
 _limits: dict[tuple[str, tuple[int, int]], int] = {}  # by attention and shape of a batch
 
 
@@ -543,17 +542,6 @@ def probe_matmul(
     width = getattr(head, "in_features", None) or head.weight.shape[-1]
     threads = torch.get_num_threads()
     multiple = 16 * threads
-    rounding = MatmulRounding(rows=max(64, 4 * threads**2), multiple=multiple, stable=True)
-    key, weight = None, getattr(head, "weight", None)
-    if (
-        type(head) is torch.nn.Linear and type(weight) is torch.nn.Parameter
-        and weight.dtype == dtype and "forward" not in vars(head)
-        and not (head._forward_pre_hooks or head._forward_hooks)
-    ):  # fmt: skip
-        aligned = weight.data_ptr() % 64
-        key = (*weight.shape, head.bias is None, aligned, dtype, multiple, rows)
-    if key in _stable:
-        return rounding
     generator = torch.Generator().manual_seed(0)
     longest = max(rows, PARTS[-1][0] + max(n for _, n in PARTS) * multiple)
     x = torch.randn(longest, width, generator=generator).to(dtype)
@@ -563,9 +551,7 @@ def probe_matmul(
             torch.equal(head(x[i : i + n * multiple]), product[i : i + n * multiple])
             for i, n in PARTS
         )
-    if stable and key is not None:
-        _stable.add(key)
-    return replace(rounding, stable=stable)
+    return MatmulRounding(rows=max(64, 4 * threads**2), multiple=multiple, stable=stable)
 
 
 LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilities take
