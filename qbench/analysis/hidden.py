@@ -152,31 +152,15 @@ def quantiles(pattern_counts: Tensor, *, exact: bool) -> dict[str, float]:
     return dict(zip(map(str, LEVELS), values[places].tolist(), strict=True))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
-    """Hold statistics of a linear layer's inputs: the number of values, the largest |x|, and the
-    float64 sum of x², both on the input's device. Adding two gives those of both."""
+def input_sizes(batch: Tensor) -> Tensor:
+    """Return the number of values, the largest |x| and Σ x² of the inputs ``batch`` [B, T, D] of a
+    linear layer: float64 [3] on their device."""
+    wide = batch.float()
+    squares = wide.square().sum(-1).sum(dtype=torch.float64)
+    return torch.stack([torch.full_like(squares, wide.numel()), wide.abs().max().double(), squares])
 
-    elements: int
-    largest: Tensor
-    squares: Tensor
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, batch: Tensor) -> Inputs:
-        """Return the statistics of the inputs ``batch`` [B, T, D] of a layer on some texts."""
-        wide = batch.float()
-        squares = wide.square().sum(-1).sum(dtype=torch.float64)
-        return cls(elements=wide.numel(), largest=wide.abs().max(), squares=squares)
-
-    def __add__(self, other: Inputs) -> Inputs:
-        return Inputs(
-            elements=self.elements + other.elements,
-            largest=torch.maximum(self.largest, other.largest),
-            squares=self.squares + other.squares,
-        )
-
-    def summary(self, name: str) -> LinearInput:
-        """Return the statistics as a part of the record, for the layer ``name``."""
-        rms = (self.squares.item() / self.elements) ** 0.5
-        return LinearInput(name=name, largest=self.largest.item(), rms=rms)
+def input_summary(name: str, sizes: list[Tensor]) -> LinearInput:
+    """Return a part of the record: the layer ``name`` with the ``input_sizes`` of all batches."""
+    numbers, largest, squares = zip(*(each.tolist() for each in sizes), strict=True)
+    return LinearInput(name=name, largest=max(largest), rms=(sum(squares) / sum(numbers)) ** 0.5)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qbench.analysis import hidden
 from qbench.analysis.attention_weights import DORMANT, THRESHOLDS, measure_weights, measures
-from qbench.analysis.hidden import MASSIVE_KEPT, Inputs, Massive, States, decoder_layers, summary
 from qbench.attention.observed import Call, attention_observed
 from qbench.errors import EvaluationError
 from qbench.metrics import perplexity
@@ -28,15 +28,15 @@ STRETCH = 128  # positions over which losses and weights are averaged
 class Pass:
     """Collects measurements during a pass over the text."""
 
-    states: list[States]
-    inputs: dict[str, Inputs] = field(default_factory=dict)
+    states: list[hidden.States]
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)  # ``input_sizes`` of each batch
     attention: dict[int, list[dict[str, Tensor]]] = field(default_factory=dict)  # by layer
-    massive: list[Massive] = field(default_factory=list)
+    massive: list[hidden.Massive] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)  # [B, T − 1] each: nats
     left_out: set[str] = field(default_factory=set)
     first: int = 0  # text of the batch that is read
     shape: tuple[int, int] = (0, 0)  # B, T of it
-    last: tuple[Tensor, Inputs] | None = None  # the last input, and what was seen of it
+    last: tuple[Tensor, Tensor] | None = None  # the last input, and its sizes
 
     def see_attention(self, module: nn.Module, call: Call) -> None:
         """Add the measures of one layer's attention, as an observer of ``attention_observed``."""
@@ -58,9 +58,8 @@ class Pass:
             self.left_out.add(name)  # experts, which see some of the tokens
             return
         if self.last is None or given is not self.last[0]:
-            self.last = (given, Inputs.of(given.reshape(batch, length, -1)))
-        statistics, before = self.last[1], self.inputs.get(name)
-        self.inputs[name] = statistics if before is None else before + statistics
+            self.last = given, hidden.input_sizes(given.reshape(batch, length, -1))
+        self.inputs.setdefault(name, []).append(self.last[1])
 
 
 @torch.inference_mode()
@@ -79,8 +78,8 @@ def measure(
     model. Raises UnavailableError for a model that cannot be observed, EvaluationError if its loss
     is not finite.
     """
-    layers = decoder_layers(model)
-    seen = Pass(states=[States() for _ in layers])
+    layers = hidden.decoder_layers(model)
+    seen = Pass(states=[hidden.States() for _ in layers])
     device = next(model.parameters()).device
     with attention_observed(model, seen.see_attention), ExitStack() as stack:
         for index, layer in enumerate(layers):
@@ -130,7 +129,7 @@ def _measured(
         name: torch.cat([part[name] for part in layers.values()], dim=1)
         for name in next(iter(layers.values()), {})
     }
-    massive = sorted(seen.massive, key=lambda each: -abs(each.value))[:MASSIVE_KEPT]
+    massive = sorted(seen.massive, key=lambda each: -abs(each.value))[: hidden.MASSIVE_KEPT]
     tokens = [int(ids[each.sample, each.position]) for each in massive]
     texts, length = losses.shape[0], losses.shape[1] + 1
     bins = []
@@ -156,16 +155,19 @@ def _measured(
         perplexity=perplexity(loss),
         silent_heads=(rows["silent"] == 1).double().mean().item(),
         dormant_heads=(rows["output"] < DORMANT).double().mean().item(),
-        hidden=summary(seen.states),
+        hidden=hidden.summary(seen.states),
         layers=tuple(
-            Layer(heads=_heads(layers[index]) if index in layers else (), hidden=summary([states]))
+            Layer(
+                heads=_heads(layers[index]) if index in layers else (),
+                hidden=hidden.summary([states]),
+            )
             for index, states in enumerate(seen.states)
         ),
         massive=tuple(
             MassiveActivation(**each._asdict(), token=token, text=tokenizer.decode([token]))
             for each, token in zip(massive, tokens, strict=True)
         ),
-        inputs=tuple(seen.inputs[name].summary(name) for name in linears if name in inside),
+        inputs=tuple(hidden.input_summary(n, seen.inputs[n]) for n in linears if n in inside),
         inputs_left_out=tuple(name for name in linears if name not in inside),
         stretches=tuple(bins),
     )

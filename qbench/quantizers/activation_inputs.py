@@ -89,16 +89,14 @@ def calibrate(
 
     watch_inputs(model, modules, observe, calibration.ids.split(1), progress)
     for name, (low, high) in ranges.items():
+        problem = ""
         if high < low:
-            raise QuantizationError(
-                f"{name}: no calibration text reaches this layer; raise calibration.samples, "
-                f"or leave it out: {ignore_advice([name], modules)}"
-            )
-        if not (low.isfinite() and high.isfinite()):
-            raise QuantizationError(
-                f"{name}: its inputs on calibration text are not finite; leave the layer out: "
-                f"{ignore_advice([name], modules)}"
-            )
+            problem = "no calibration text reaches this layer; raise calibration.samples, or leave "
+            problem += "it out"
+        elif not (low.isfinite() and high.isfinite()):
+            problem = "its inputs on calibration text are not finite; leave the layer out"
+        if problem:
+            raise QuantizationError(f"{name}: {problem}: {ignore_advice([name], modules)}")
         if symmetric:
             largest = torch.maximum(-low, high)
             ranges[name] = torch.stack([-largest, largest])

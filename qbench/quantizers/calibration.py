@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from queue import SimpleQueue
 from threading import Thread, local
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -266,7 +266,8 @@ class SequentialCalibrator:
             with _hooks(*hooks):
                 for number in range(len(layers) + 1):
                     inputs: list[Tensor] = []
-                    for done, x in enumerate(_results(forwards, number, at_once), 1):
+                    started = (forward.run_to(number) for forward in forwards)
+                    for done, x in enumerate(_in_order(started, at_once), 1):
                         inputs += [] if x is None else [x]
                         share = (number + done / len(forwards)) / (len(layers) + 1)
                         progress(index + share, len(self.blocks))
@@ -277,8 +278,7 @@ class SequentialCalibrator:
                 self._states[batch] = offload(self._model, output, before)
         finally:
             for forward in forwards:  # and free their tensors
-                forward.numbers.put(None)
-                forward.thread.join()
+                forward.run_to(None).thread.join()
 
     def _can_pause(self, index: int, layers: Sequence[str]) -> bool:
         """Return whether memory can hold the state of every batch that pauses at one of the
@@ -303,10 +303,8 @@ class SequentialCalibrator:
 
 
 class _PausedForward:
-    """A forward of a batch through a block, in a thread that pauses at layers. A number put into
-    ``numbers`` runs it up to that layer, None ends it; ``result()`` waits for the layer's input
-    [tokens, in], None if the layer is not reached. After the last layer ``output`` is what the
-    block returns."""
+    """A forward of a batch through a block, in a thread that pauses at layers. After the last layer
+    ``output`` is what the block returns."""
 
     current = local()  # .forward: of the running thread
 
@@ -318,8 +316,14 @@ class _PausedForward:
         self.thread = Thread(target=self._run, args=arguments, daemon=True)
         self.thread.start()
 
+    def run_to(self, number: int | None) -> Self:
+        """Let the thread run up to layer ``number`` (None: end it), and return at once."""
+        self.numbers.put(number)
+        return self
+
     def result(self) -> Tensor | None:
-        """Wait for the input of the layer, and return it; raise the thread's error if it failed."""
+        """Wait for the layer's input [tokens, in], and return it; None if the layer is not reached.
+        Raise the thread's error if it failed."""
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result
@@ -352,17 +356,14 @@ class _PausedForward:
                 self.pause(None)
 
 
-def _results(
-    forwards: Sequence[_PausedForward], number: int, at_once: int
-) -> Iterator[Tensor | None]:
-    """Run ``forwards`` up to layer ``number``, ``at_once`` at a time; yield the layer's inputs in
-    order."""
-    running: deque[_PausedForward] = deque()
-    for forward in forwards:
+def _in_order(started: Iterable[_PausedForward | Future], at_once: int) -> Iterator[Any]:
+    """Yield the results of what the iterable ``started`` begins, in its order; at most ``at_once``
+    run at a time."""
+    running: deque[_PausedForward | Future] = deque()
+    for each in started:
+        running.append(each)
         if len(running) == at_once:
             yield running.popleft().result()
-        forward.numbers.put(number)
-        running.append(forward)
     while running:
         yield running.popleft().result()
 
@@ -393,14 +394,8 @@ def _products(inputs: Sequence[Tensor], at_once: int) -> Iterator[Tensor]:
         yield from map(_product, inputs)
         return
     threads = torch.set_num_threads, (torch.get_num_threads(),)
-    running: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(at_once, "product", *threads) as pool:
-        for x in inputs:
-            if len(running) == at_once:
-                yield running.popleft().result()
-            running.append(pool.submit(_product, x))
-        while running:
-            yield running.popleft().result()
+        yield from _in_order((pool.submit(_product, x) for x in inputs), at_once)
 
 
 @contextmanager

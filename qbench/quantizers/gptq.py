@@ -77,11 +77,11 @@ def quantize_model(
             for name in group:
                 alike.setdefault(chosen[name], []).append(name)
             for settings, names in alike.items():
-                solved = _solve_layers([layers[n] for n in names], hessian.clone(), settings, names)
-                if solved.damp > settings.damp:
-                    raised += [solved.damp] * len(names)
-                heights = [layers[name].out_features for name in names]
-                for name, tensors in zip(names, solved.packed(heights, settings), strict=True):
+                of_settings = {name: layers[name] for name in names}
+                made, damp = _solve_layers(of_settings, hessian.clone(), settings)
+                if damp > settings.damp:
+                    raised += [damp] * len(names)
+                for name, tensors in made.items():
                     result[name] = {part: t.to(home) for part, t in tensors.items()}
         if not first.true_sequential:
             walk.advance(index)
@@ -90,21 +90,28 @@ def quantize_model(
 
 
 def _solve_layers(
-    layers: list[nn.Linear], hessian: Tensor, settings: Gptq, names: list[str]
-) -> GPTQResult:
+    layers: Mapping[str, nn.Linear], hessian: Tensor, settings: Gptq
+) -> tuple[dict[str, Tensors], float]:
     """Quantize ``layers`` with the same inputs, and so the same ``hessian`` (overwritten), in one
-    go, since rows are independent; write the dequantized weights into them."""
-    weight = torch.cat([layer.weight.detach() for layer in layers]).float()
-    solved = solve(weight, hessian, settings, names[0])
+    go, since rows are independent; write the dequantized weights into them. Return the tensors to
+    store by layer's name, and the damp that was needed."""
+    first = next(iter(layers))
+    weight = torch.cat([layer.weight.detach() for layer in layers.values()]).float()
+    solved = solve(weight, hessian, settings, first)
     if not solved.weight.isfinite().all():
         raise QuantizationError(
-            f"{settings.name}: {names[0]}: its quantized weights are NaN or infinite; raise damp, "
+            f"{settings.name}: {first}: its quantized weights are NaN or infinite; raise damp, "
             "or calibrate on more text"
         )
-    parts = solved.weight.split([layer.out_features for layer in layers])
-    for layer, part in zip(layers, parts, strict=True):
-        layer.weight.data = part.to(layer.weight.dtype)
-    return solved
+    heights = [layer.out_features for layer in layers.values()]
+    parts = (t.split(heights) for t in (solved.weight, solved.codes, solved.scale, solved.zero))
+    made: dict[str, Tensors] = {}
+    for (name, layer), rows, *codes in zip(layers.items(), *parts, strict=True):
+        layer.weight.data = rows.to(layer.weight.dtype)
+        made[name] = packed.pack(*codes, settings.num_bits)
+        if solved.order is not None:
+            made[name]["order"] = solved.order.to(torch.int32)
+    return made, solved.damp
 
 
 class GptqLinear(packed.PackedLinear):
@@ -173,16 +180,6 @@ class GPTQResult:
     zero: Tensor
     order: Tensor | None
     damp: float
-
-    def packed(self, heights: list[int], settings: Gptq) -> list[Tensors]:
-        """Return the tensors to store, by name, of each layer in turn; ``heights``: the rows of
-        each layer."""
-        parts = zip(*(t.split(heights) for t in (self.codes, self.scale, self.zero)), strict=True)
-        stored = [packed.pack(*part, settings.num_bits) for part in parts]
-        if self.order is not None:
-            for tensors in stored:
-                tensors["order"] = self.order.to(torch.int32)
-        return stored
 
 
 @torch.no_grad()

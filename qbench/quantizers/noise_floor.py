@@ -8,6 +8,7 @@ channel and its layer decides which values move, so that no score depends on oth
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +25,13 @@ ONE_IN = 12
 def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> None:
     """Add rounding noise to the output of each decoder layer of ``model``, by forward hooks."""
 
-    def noisy(number: int) -> Any:
-        """Return the forward hook of layer ``number``."""
-
-        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return (moved(output[0], number), *output[1:])
-            return moved(output, number)
-
-        return hook
+    def noisy(number: int, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (moved(output[0], number), *output[1:])
+        return moved(output, number)
 
     for number, layer in enumerate(decoder_blocks(model)[1]):
-        layer.register_forward_hook(noisy(number))
+        layer.register_forward_hook(partial(noisy, number))
 
 
 def evidence(model: nn.Module, settings: RoundingNoise) -> dict[str, ActivationEvidence]:

@@ -70,11 +70,6 @@ def _matrix(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(matrix(order)).to(device, dtype)
 
 
-def online(x: Tensor) -> Tensor:
-    """Return x H / √n along the last axis, summed in float32, in the dtype of ``x``."""
-    return hadamard_transform(x.float()).to(x.dtype)
-
-
 class RotatedMlp(nn.Module):
     """An MLP that rotates the input of down_proj; its layers keep their names."""
 
@@ -85,7 +80,8 @@ class RotatedMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP's output for ``x`` [..., hidden], the input of down_proj rotated."""
-        return self.down_proj(online(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(hadamard_transform(inner.float()).to(inner.dtype))
 
 
 def _inputs(norm: nn.Module, layers: tuple[nn.Linear, ...], diagonal: Tensor) -> None:

@@ -318,8 +318,6 @@ def _line(line: Row, *, seeds: bool = False) -> Json:
 def _record(store: Store, cell: int) -> Record:
     """Return the record of cell number ``cell``. Raises IndexError if there is no such cell,
     ResultsError if it has no record."""
-    if cell < 0:
-        raise IndexError(cell)
     listed = store.manifest().cells[cell]
     record = store.get(listed)
     if record is None:
@@ -413,8 +411,6 @@ def _values(column: pd.Series, decimals: int = 4) -> list:
 
 def _task(store: Store, task: int) -> str:
     """Return the name of task number ``task``. Raises IndexError if there is none."""
-    if task < 0:
-        raise IndexError(task)
     return store.manifest().tasks[task]
 
 

@@ -1,18 +1,16 @@
 """Write the tables and the softpick paper's figures of `qbench analyze`; the viewer has the rest.
 
-Each function yields (file name without ending, figure). matplotlib lays them out; text stays text,
-and equal analyses give equal bytes.
+matplotlib lays them out; text stays text, and equal analyses give equal bytes.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
@@ -20,9 +18,8 @@ from numpy.typing import NDArray
 from qbench.files import write_atomically
 from qbench.records import Analysis, Head
 from qbench.store import Analyses, Store
-from qbench.tables.analyses import AnalysisResults, analyses_csv, load_analyses, markdown
+from qbench.tables.analyses import analyses_csv, load_analyses, markdown
 
-NamedFigures = Iterator[tuple[str, Figure]]  # a file's name without its ending
 WIDTH = 6.4  # inches
 EPSILON = "0.3"  # of sink rates
 # Okabe and Ito's palette, which any colour vision tells apart; markers do so too.
@@ -56,9 +53,9 @@ def write_analyses(store: Store) -> list[Path]:
         else:  # of an earlier analysis, which had rows
             (folder / name).unlink(missing_ok=True)
     with rc_context(STYLE):
-        for name, figure in _figures(results):
-            paths.append(folder / "figures" / f"{name}.svg")
-            save_svg(figure, paths[-1])
+        for draw in (boxes, sinks) if results.cells else ():
+            paths.append(folder / "figures" / f"{draw.__name__}.svg")
+            save_svg(draw(results.cells), paths[-1])
     return paths
 
 
@@ -70,34 +67,16 @@ def save_svg(figure: Figure, path: Path) -> None:
     write_atomically(path, target.getvalue().encode())
 
 
-def _figures(results: AnalysisResults) -> NamedFigures:
-    """Yield all figures that have data."""
-    if results.cells:
-        layers = {cell.cell: cell.measured.layers for cell in results.cells}
-        yield from boxes([c for c in results.cells if layers[c.cell][0].hidden.quantiles])
-        yield from sinks([c for c in results.cells if any(x.heads for x in layers[c.cell])])
-
-
 def _panels(rows: int, columns: int = 1, *, height: float) -> tuple[Figure, NDArray]:
     """Return a figure and its axes [rows, columns]; ``height`` in inches per row."""
     figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _label_layers(axes: Axes, label: str) -> None:
-    """Label the x axis with decoder layers and the y axis with ``label``."""
-    axes.set_xlabel("decoder layer")
-    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    axes.set_ylabel(label)
-    axes.grid(visible=True)
-
-
-def boxes(cells: Sequence[Analysis]) -> NamedFigures:
-    """Yield one figure, named ``boxes``, of hidden states after each decoder layer, a row per cell
-    (the paper's figure 5): quartiles as boxes, whiskers to the smallest and largest value, dashes
-    at 0.1 % and 99.9 %. Nothing without ``cells``."""
-    if not cells:
-        return
+def boxes(cells: Sequence[Analysis]) -> Figure:
+    """Return a figure of hidden states after each decoder layer, a row per cell (the paper's figure
+    5): quartiles as boxes, whiskers to the smallest and largest value, dashes at 0.1 % and 99.9 %.
+    """
     figure, grid = _panels(len(cells), height=2.3)
     hidden = [layer.hidden for cell in cells for layer in cell.measured.layers]
     reach = max(max(-each.minimum, each.maximum) for each in hidden)
@@ -120,17 +99,15 @@ def boxes(cells: Sequence[Analysis]) -> NamedFigures:
             values = [state.quantiles[level] for state in states]
             axes.plot(range(len(stats)), values, "_", color="#2b2b2b", markersize=6)
         axes.set_ylim(-1.05 * reach, 1.05 * reach)
-        axes.set_title(cell.cell)
-        _label_layers(axes, "activation")
-    yield "boxes", figure
+        axes.set(title=cell.cell, xlabel="decoder layer", ylabel="activation")
+        axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        axes.grid(visible=True)
+    return figure
 
 
-def sinks(cells: Sequence[Analysis]) -> NamedFigures:
-    """Yield one figure, named ``sinks``, with two heat maps per cell by layer and head: the share
-    of texts on which a head's mean weight on the first key exceeds 0.3, and that mean weight.
-    Nothing without ``cells``."""
-    if not cells:
-        return
+def sinks(cells: Sequence[Analysis]) -> Figure:
+    """Return a figure with two heat maps per cell by layer and head: the share of texts on which a
+    head's mean weight on the first key exceeds 0.3, and that mean weight."""
     figure, grid = _panels(len(cells), 2, height=2.2)
     for cell, (left, right) in zip(cells, grid, strict=True):
         rate = _of_heads(cell, lambda head: head.sinks[0].rates[EPSILON])
@@ -140,7 +117,7 @@ def sinks(cells: Sequence[Analysis]) -> NamedFigures:
             figure.colorbar(image, ax=axes)
             axes.set(title=f"{cell.cell}: {name}", xlabel="layer", ylabel="head")
             axes.locator_params(integer=True)
-    yield "sinks", figure
+    return figure
 
 
 def _of_heads(cell: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:

@@ -53,14 +53,6 @@ NEARER = 0.9  # of a relative error; of rounding alone, fitted factors take off 
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
 
-class Zeroed(NamedTuple):
-    """Holds the columns of a layer that quantization set to zero."""
-
-    columns: Tensor  # bool [in]
-    squares: Tensor  # float32 [in], the sum of the original's squared weights per column
-    allowed: float  # share of the layer's squared products that may be lost with them
-
-
 class LayerResult(NamedTuple):
     """Holds the measurements of one quantized layer."""
 
@@ -69,7 +61,9 @@ class LayerResult(NamedTuple):
     error_squared: float
     norm_squared: float
     factor: Tensor | None  # [out, in], moved into this layer and to be taken off in its neighbours
-    zeroed: Zeroed | None
+    # Of columns that were set to zero: which, bool [in]; the sum of the original's squared weights
+    # per column, float32 [in]; the share of squared products that may be lost with them
+    zeroed: tuple[Tensor, Tensor, float] | None
 
 
 def measure_weights(
@@ -125,8 +119,7 @@ def measure_weights(
         for name, dtype in input_dtypes.items()
         if dtype not in DTYPES
     ]
-    zeroed = {r.audit.name: r.zeroed for r in results if r.zeroed is not None}
-    if zeroed:
+    if zeroed := {r.audit.name: r.zeroed for r in results if r.zeroed is not None}:
         problems += _lost_products(original, zeroed, probe)
     problems += ends if rescaled else ends + changed
     modules = tuple(result.audit for result in results)
@@ -374,7 +367,7 @@ def measure(
         of_columns = expected.square().sum(dim=0)
         lost = float(of_columns[dead].sum())
         rounding = max(0.0, error_squared - lost) / max(norm_squared - lost, 1e-30)
-        zeroed = Zeroed(dead, of_columns, max(MOST_ZEROED, rounding))
+        zeroed = dead, of_columns, max(MOST_ZEROED, rounding)
     return LayerResult(audit, problems, error_squared, norm_squared, factor, zeroed)
 
 
@@ -390,9 +383,7 @@ def _problems(
     most = 2**settings.num_bits
     # Which weights of a copy share a scale is not read
     if audit.levels > most and not settings.prequantized:
-        problems.append(
-            f"{audit.levels} levels in a group, {settings.num_bits:g} bits have {most:g}"
-        )
+        problems += [f"{audit.levels} levels in a group, {settings.num_bits:g} bits have {most:g}"]
     # Beside the codes: scales, zeros, an index of the columns; 1 %, and padding of small layers
     beside = settings.shared_bits(rows, columns) + 32 / rows
     least = 0.0 if settings.prequantized else 0.99 * settings.num_bits
@@ -531,7 +522,9 @@ def forward_weight(
     return torch.cat(rows).T / size
 
 
-def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Tensor) -> list[str]:
+def _lost_products(
+    original: nn.Module, zeroed: Mapping[str, tuple[Tensor, Tensor, float]], probe: Tensor
+) -> list[str]:
     """Return a line per layer whose zeroed columns carry more of its squared products on ``probe``
     [B, T] than allowed. GPTQ zeroes columns whose inputs are zero on all calibration text, as of a
     softpick head that is silent; and few bits round a whole column of small weights to zero."""
