@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,10 +86,9 @@ def compare(
 
     ``seconds`` of a row is everything: lm-eval's requests and metrics, tokenization, the model, and
     in fast mode the sample that is scored exactly; ``scoring_seconds`` is the part inside the
-    language model; ``speed`` is HFLM's ``seconds`` over it. Differences are those of
+    language model; ``speed`` is HFLM's ``seconds`` over ``seconds``. Differences are those of
     log-likelihoods from HFLM's, in nats; None for generated answers. ``changed_answers`` counts
-    documents with another text, likeliest choice or greedy hit.
-    """
+    documents with another text, likeliest choice or greedy hit."""
     rows: list[Row] = []
     reports: dict[str, Any] = {}
     runs: dict[str, list[Timed]] = {}
@@ -106,8 +104,8 @@ def compare(
         if chosen.mode != "lm-eval":  # the same HFLM: its first call is none of its speed
             scorer = language_model(model, tokenizer, chosen, observer=observer)
         forget_requests()  # of the mode before
-        timed = _timed_by_lm_eval if chosen.mode == "lm-eval" else _timed
-        runs[name] = timed(scorer, tasks, chosen)
+        apart = [[task] for task in tasks] if chosen.mode == "lm-eval" else [tasks]
+        runs[name] = [each for part in apart for each in _timed(scorer, part, chosen)]
         for index, task in enumerate(tasks):
             each = slice(index, index + 1)
             rows.append(_row(task.name, name, runs[name][each], runs["lm-eval"][each]))
@@ -182,13 +180,6 @@ def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
     }
 
 
-def _timed_by_lm_eval(
-    scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings
-) -> list[Timed]:
-    """Score ``tasks`` one after the other, as lm-eval does, on the clock."""
-    return [timed for task in tasks for timed in _timed(scorer, [task], settings)]
-
-
 def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) -> list[Timed]:
     """Score ``tasks`` as a cell does, on the clock: the next task is prepared and the one before
     judged while one is scored. A task's seconds end with its scores, the last's with metrics."""
@@ -201,14 +192,14 @@ def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) 
 
         def work() -> Outcomes:
             wait()
-            marks.append((time.perf_counter(), clocked.seconds))
+            marks.append((time.perf_counter(), clocked.count(0)))
             return judge(task, settings)
 
         return work
 
     judged = [future for _, future in in_turn(clocked, tasks, settings, score)]
     responses = [future.result().responses for future in judged]
-    marks[-1] = time.perf_counter(), clocked.seconds
+    marks[-1] = time.perf_counter(), clocked.count(0)
     timed = []
     for (seconds, model), given in zip(np.diff(marks, axis=0).tolist(), responses, strict=True):
         given = given[given["filter"].isna()]  # not what filters took from it
@@ -217,41 +208,38 @@ def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) 
 
 
 class Clocked:
-    """A language model that adds up the ``seconds`` in which it has calls to answer, which may
+    """A language model that adds up the seconds in which it has calls to answer, which may
     overlap."""
 
     def __init__(self, scorer: Any) -> None:
         self.scorer, self._lock = scorer, threading.Lock()
-        self._calls, self._before, self._since = 0, 0.0, 0.0
+        self._calls, self._spent, self._since = 0, 0.0, 0.0
 
-    @property
-    def seconds(self) -> float:
+    def count(self, change: int) -> float:
+        """Change the number of calls that run now by ``change``; return the seconds so far."""
         with self._lock:
-            return self._before + (time.perf_counter() - self._since if self._calls else 0.0)
+            now = time.perf_counter()
+            self._spent += now - self._since if self._calls else 0.0
+            self._calls, self._since = self._calls + change, now
+            return self._spent
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.scorer, name)
-        if name == "start":
-            return lambda *asked: partial(self._end, self._begin(attribute, *asked))
-        return partial(self._call, attribute) if name in ASKED else attribute
+        if name not in ("start", *ASKED):
+            return attribute
 
-    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of ``method``, timed."""
-        return self._end(partial(self._begin, method, *arguments))
+        def call(*asked: Any) -> Any:
+            self.count(1)
+            answers = attribute(*asked)
 
-    def _begin(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        with self._lock:
-            if not self._calls:
-                self._since = time.perf_counter()
-            self._calls += 1
-        return method(*arguments)
+            def wait() -> Any:
+                given = answers() if name == "start" else answers
+                self.count(-1)
+                return given
 
-    def _end(self, answers: Callable[[], Any]) -> Any:
-        given, seconds = answers(), self.seconds
-        with self._lock:
-            self._calls -= 1
-            self._before = seconds if not self._calls else self._before
-        return given
+            return wait if name == "start" else wait()
+
+        return call
 
 
 def _answers(responses: pd.DataFrame) -> pd.Series:

@@ -82,12 +82,12 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     comparison = replace(comparison, kl=kl, primary=primary, flips=flips_of(comparison, columns))
     answers = {}
     for cell in grid.cells:
+        if not cell.quantized or comparison.no_damage(cell.cell):
+            continue
         base = f"{cell.checkpoint}/{comparison.unquantized_of[cell.quantizer]}"
-        pair = [records.get(name) for name in (cell.cell, base)]
-        readable = cell.quantized and not comparison.no_damage(cell.cell)
-        if readable and all(record and ANSWERS in record.files for record in pair):
-            answers[cell.cell] = answer_damage(store, *pair)
-    answers = {name: damage for name, damage in answers.items() if damage is not None}
+        pair = records[cell.cell], records[base]
+        if all(ANSWERS in each.files for each in pair) and (damage := answer_damage(store, *pair)):
+            answers[cell.cell] = damage
     return replace(comparison, answers=answers)
 
 
@@ -112,7 +112,7 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterator[Row]:
             entries = {}
             for checkpoint in grid.checkpoints:
                 name, score = f"{checkpoint}/{quantizer}", None
-                record = records.get(name) if name in cells else None
+                record = records.get(name)
                 status, reason = "missing", "not in the grid"
                 if name in cells:
                     status, reason = status_of(record)
@@ -378,21 +378,17 @@ def cell_flips(store: Store, record: Record) -> ByTask:
     """Return task → metric → flips of one record against the unquantized cell that its key names;
     an empty mapping without such a cell or its outcomes."""
     base = record.key_parts.get("damage against")
-    for cell in store.manifest().cells if base and store.has_manifest() else ():
-        if cell.key == base:
-            try:
-                before = store.get(cell)
-                if before is None:
-                    return {}
-                by_task = count_flips(read_columns(store, before), read_columns(store, record))
-            except ResultsError:
-                return {}
-            ordered: dict[str, dict[str, Flips]] = {}
-            for score in record.scores:  # as the record lists them
-                if (flips := by_task.get(score.task, {}).get(score.metric)) is not None:
-                    ordered.setdefault(score.task, {})[score.metric] = flips
-            return ordered
-    return {}
+    cells = store.manifest().cells if base and store.has_manifest() else ()
+    try:
+        before = next((store.get(cell) for cell in cells if cell.key == base), None)
+        if before is None:
+            return {}
+        columns = read_columns(store, record)
+        listed = [(score.task, score.metric) for score in record.scores]  # in this order
+        columns = {name: columns[name] for name in listed if name in columns}
+        return count_flips(read_columns(store, before), columns)
+    except ResultsError:
+        return {}
 
 
 def count_flips(

@@ -1,8 +1,5 @@
-"""Write the answer in a few sentences, the same in terminal, tables, viewer and Python.
-
-The primary measure is KL divergence from the unquantized model over all tasks, documents weighted
-alike, or the score that the recipe names; losses in scores are secondary.
-"""
+"""Write the answer in a few sentences, the same in terminal, tables, viewer and Python. The primary
+measure is that of ``losses``; losses in scores are secondary."""
 
 from __future__ import annotations
 
@@ -35,12 +32,10 @@ NO_INTERVAL = "¶"
 
 
 def verdict(comparison: Comparison) -> tuple[str, ...]:
-    """Return the answer, a few sentences per item; () for a comparison without statistics.
-
-    Of one checkpoint: its precisions in order, those to avoid, the smallest that is shown to stay
-    within ``margin_of`` the primary measure. Of several: how much more quantization costs each than
-    the baseline. Then what the scores show.
-    """
+    """Return the answer, a few sentences per item; () for a comparison without statistics. Of one
+    checkpoint: its precisions in order, those to avoid, the smallest that is shown to stay within
+    ``margin_of`` the primary measure. Of several: how much more quantization costs each than the
+    baseline. Then what the scores show."""
     if not comparison.verdict:  # terminal and tables.md both have it
         comparison.verdict.extend(_verdict(comparison))
     return tuple(comparison.verdict)

@@ -1,14 +1,12 @@
 """Round values to few bits and back: the definition, in plain PyTorch and float32.
 
-A format (:class:`~qbench.quantizers.formats.QuantFormat`) says which codes exist and which values
-share a scale. Ties are rounded to even. A value that is not finite becomes NaN, as do all values
-that share a scale taken from it: a broken activation cannot pass for a number. On a GPU a kernel
-computes the same, bit for bit.
+A ``QuantFormat`` says which codes exist and which values share a scale. Ties are rounded to even. A
+value that is not finite becomes NaN, as do all values that share a scale taken from it: a broken
+activation cannot pass for a number. On a GPU a kernel computes the same, bit for bit.
 
 Formulas: integers, compressed-tensors' ``calculate_qparams``: scale = 2 max|x| / (2^b − 1) or
-(max − min) / (2^b − 1); FP8 and MX, OCP
-Microscaling Formats v1.0 (2023); NVFP4, NVIDIA, "Pretraining Large Language Models with NVFP4"
-(2025), appendix C.
+(max − min) / (2^b − 1); FP8 and MX, OCP Microscaling Formats v1.0 (2023); NVFP4, NVIDIA,
+"Pretraining Large Language Models with NVFP4" (2025), appendix C.
 """
 
 from __future__ import annotations
@@ -41,12 +39,8 @@ ROUNDED = "qbench_rounded"  # attribute of a tensor: its version, a format, and 
 
 
 def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
-    """Return ``x`` [..., n] rounded to the format ``form``, in the dtype of ``x``. Token and group
-    strategies have a scale for each group of values along the last axis.
-
-    ``fixed``: the static scale of the whole tensor. If ``form`` has one scale for the tensor and
-    ``fixed`` is None, it is taken from all of ``x``.
-    """
+    """Return ``x`` [..., n] rounded to the format ``form``, in the dtype of ``x``. ``fixed``: the
+    static scale of the whole tensor; if ``form`` has one and it is None, it is taken from ``x``."""
     if form.one_of_tensor and fixed is None:
         if not x.numel():
             return x
@@ -112,9 +106,9 @@ def scale_of_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> S
 
 def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
     """Return the scale (float32, rounded by ``stored``), and of an asymmetric format the zero, for
-    values between ``low`` and ``high``, of one shape. An asymmetric range is widened to hold 0. The
-    scale is 0 if all values are, or are too small for float16, and NaN if an end is infinite or too
-    large. For a symmetric format ``low`` may be None and ``high`` the largest magnitude."""
+    values between ``low`` and ``high``, of one shape: 0 if all values are, or are too small for
+    float16, and NaN if an end is infinite or too large. An asymmetric range is widened to hold 0.
+    For a symmetric format ``low`` may be None and ``high`` the largest magnitude."""
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
         return Scale(stored(divided(largest, form.span), form))

@@ -37,9 +37,9 @@ class QuantFormat:
     words of compressed-tensors' ``QuantizationArgs``. The audit computes the values from it.
 
     ``type`` int, ``symmetric``: codes −2^(num_bits−1) … 2^(num_bits−1)−1 times a scale, which is
-    the largest magnitude over (2^num_bits − 1) / 2, as in compressed-tensors. Not ``symmetric``:
-    codes 0 … 2^num_bits−1 with a zero point, of a range that holds 0. ``type`` float: E4M3 of 8
-    bits, E2M1 of 4, times a scale.
+    the largest magnitude over ``span``, as in compressed-tensors. Not ``symmetric``: codes 0 …
+    2^num_bits−1 with a zero point, of a range that holds 0. ``type`` float: E4M3 of 8 bits, E2M1
+    of 4, times a scale.
 
     ``strategy``: what shares a scale: a ``token``'s values, a ``group`` of ``group_size`` of them,
     the whole ``tensor``; ``tensor_group``: groups, under a scale of the tensor's (NVFP4).
@@ -69,8 +69,7 @@ class QuantFormat:
 
     @property
     def sides(self) -> str:
-        """Return ``, symmetric`` or ``, asymmetric`` for integers, to follow other words; "" for
-        floats."""
+        """Return ``, symmetric`` or ``, asymmetric``, to follow other words; "" for floats."""
         if self.type == "float":
             return ""
         return ", symmetric" if self.symmetric else ", asymmetric"
@@ -84,16 +83,14 @@ class QuantFormat:
 
     @property
     def smallest(self) -> float:
-        """Return the smallest code: −2^(num_bits − 1), 0 if asymmetric; of floats the negative of
-        the largest value."""
+        """Return the smallest code."""
         if self.type == "float":
             return -self.largest
         return -(2.0 ** (self.num_bits - 1)) if self.symmetric else 0.0
 
     @property
     def span(self) -> float:
-        """Return the number by which a largest magnitude (asymmetric: a range) is divided to give
-        the scale."""
+        """Return by what a largest magnitude (asymmetric: a range) is divided to give a scale."""
         if self.type == "float" or not self.symmetric:
             return self.largest
         return (2.0**self.num_bits - 1) / 2
@@ -110,7 +107,9 @@ def number(element: str) -> dict[str, Any]:
     return {"type": kind, "num_bits": int(element.removeprefix("fp").removeprefix("int"))}
 
 
-# Numbers in blocks that share a scale of 8 bits; those of NVFP4 under a scale of the tensor
+# Numbers in blocks that share a scale of 8 bits. NVFP4: E2M1, E4M3 scales under a scale of the
+# tensor (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025). MX: E2M1 or E4M3, scales
+# that are powers of two, so that values beyond the largest element are clipped to it.
 BLOCK_FORMATS = {
     "nvfp4": QuantFormat(
         num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic=False,

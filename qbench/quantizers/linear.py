@@ -1,10 +1,10 @@
 """Find a model's weight matrices, which a method must cover, and the linear layers it replaces.
 
 A weight matrix is a floating-point parameter, not a bias, with at least two dimensions longer than
-one, which the model multiplies with activations. These are linear layers, Conv1D layers of GPT-2,
-experts (one by one where a model keeps them as one parameter), routers and convolutions. Those of
-embeddings, of normalizing layers and of the LM head are none. Parameters of that shape that are not
-multiplied so (a state space's A) count too, since names do not tell them apart. They are small.
+one: of linear layers, Conv1D layers of GPT-2, experts (one by one where a model keeps them as one
+parameter), routers and convolutions. Those of embeddings, of normalizing layers and of the LM head
+are none. Parameters that no activation is multiplied by (a state space's A) count too, since names
+do not tell them apart; they are small.
 
 transformers holds the experts of Mixtral, Qwen MoE, DeepSeek, gpt-oss and others as
 ``gate_up_proj`` [experts, 2 · inner, hidden] and ``down_proj`` [experts, hidden, inner] (gpt-oss
@@ -157,8 +157,7 @@ def kept_weight(
 ) -> Tensor:
     """Return ``dequantize()``, kept as an attribute of ``module`` and computed again only if a
     ``stored`` tensor changed or memory is short (``FREE_GIB`` of the host's must be free, or half
-    of a GPU's): dequantizing takes several times as long as multiplying on a CPU, and up to forty
-    launches per layer and batch on a GPU."""
+    of a GPU's): it takes several times as long as multiplying by the weight."""
     # an inference tensor has no version, and PyTorch refuses to change it
     now = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in stored]
     weight, before = getattr(module, KEPT_WEIGHT, (None, ()))

@@ -1,9 +1,4 @@
-"""Settings of activation formats: what the inputs of linear layers are rounded to.
-
-FP8 is E4M3 with a float32 scale. MX formats have blocks of 32 with a power of two as scale (OCP
-Microscaling Formats v1.0, 2023). NVFP4 has blocks of 16 with an E4M3 scale under a float32 scale
-of the tensor (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025).
-"""
+"""Settings of activation formats: what the inputs of linear layers are rounded to."""
 
 from __future__ import annotations
 
@@ -39,16 +34,13 @@ class Activations(Settings):
 @register("{element}-token", "{element}, token scales", element=INTEGERS, per="token")
 @settings
 class RoundedInputs(Activations):
-    """Rounds inputs to integers, as compressed-tensors does, or to E4M3, times a float32 scale; or
-    to E4M3 or E2M1 in blocks along a token.
+    """Rounds inputs to integers, as compressed-tensors does, or to E4M3 (FP8), times a float32
+    scale; or to the block formats of ``formats.BLOCK_FORMATS``.
 
     ``per`` token: a scale for each token, or for each group along it, from its own values: nothing
     is clipped. tensor: one scale for a layer's whole input, so that every token of a batch depends
     on all others. static: one scale per layer, fixed on calibration text: the cheapest in hardware,
-    and the case of the literature on outliers (Bondarenko et al. 2021, 2023). The blocks of MX
-    formats have a power of two as scale: values beyond the largest element are clipped to it, as
-    the specification has it. Of NVFP4 each block's scale is E4M3 times the layer's.
-    """
+    and the case of the literature on outliers (Bondarenko et al. 2021, 2023)."""
 
     backend: ClassVar[str] = "activation_inputs"
 

@@ -1,7 +1,4 @@
-"""Settings of KV caches of few bits.
-
-A scale is of a head's channels of one token (or a part of them), or of all keys or values.
-"""
+"""Settings of KV caches of few bits."""
 
 from __future__ import annotations
 
@@ -29,13 +26,9 @@ ELEMENTS = ("int8", "int4", "int3", "int2", "fp8")
 )  # fmt: skip
 @settings
 class KVCache(Settings):
-    """Keys and values that attention reads, in few bits. Scales are dynamic: taken from the keys
-    and values themselves.
-
-    ``scales`` token: one per head and token, or per group of its channels. tensor: one for all keys
-    of a layer in a forward pass and one for all values, which later tokens and the rest of the
-    batch change.
-    """
+    """Keys and values that attention reads, in few bits. Scales are dynamic. ``scales`` token: one
+    per head and token, or per group of its channels; tensor: one for all keys of a layer in a
+    forward pass and one for all values, which later tokens and the rest of the batch change."""
 
     kind: ClassVar = "kv_cache"
     method: ClassVar[str] = "kv"

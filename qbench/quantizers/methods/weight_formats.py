@@ -1,10 +1,8 @@
-"""Settings of weights that are rounded to a number format: int8, FP8, NVFP4, MXFP4, MXFP8.
+"""Settings of weights that are rounded to a number format, as compressed-tensors rounds them: int8,
+FP8, NVFP4, MXFP4, MXFP8.
 
-All are rounded to nearest as compressed-tensors rounds them. NVFP4 has E2M1 numbers in blocks of 16
-with an E4M3 scale, under a float32 scale per matrix. MX formats have blocks of 32 with a power of
-two as scale, E2M1 (MXFP4) or E4M3 (MXFP8) numbers. int8 and FP8 have a float32 scale, so that the
-largest magnitude is the largest code: nothing is clipped. FP8 is E4M3 without infinities, largest
-448 (Micikevicius et al., FP8 formats, 2022).
+int8 and FP8 have a float32 scale, so that the largest magnitude is the largest code: nothing is
+clipped. FP8 is E4M3 without infinities, largest 448 (Micikevicius et al., FP8 formats, 2022).
 """
 
 from __future__ import annotations
