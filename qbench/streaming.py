@@ -68,11 +68,9 @@ def stream(model: nn.Module, device: str | torch.device) -> nn.Module:
 
 def shard(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module:
     """Place the blocks of ``model``, whose weights are on the host, in order on ``devices``, about
-    equal bytes on each; return the model.
-
-    Everything outside the blocks is on the first device, where hidden states return after the last
-    block. Raises UnavailableError if the model has no list of blocks.
-    """
+    equal bytes on each; return the model. Everything outside the blocks is on the first device,
+    where hidden states return after the last block. Raises UnavailableError if the model has no
+    list of blocks."""
     _, blocks = decoder_blocks(model)
     places = [torch.device(device) for device in devices]
     _move_rest(model, blocks, places[0])

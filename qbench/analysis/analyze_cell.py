@@ -111,11 +111,9 @@ def read_tokens(
     settings: AnalysisSettings, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Tensor, AnalyzedText]:
     """Return ids [N, T] int64 of the first texts that are long enough, at most
-    ``settings.samples``, and their description.
-
-    Each row is BOS, if ``settings.bos``, and the text's first tokens. No text is joined with
-    another. Raises DataError if no text is long enough, or if the tokenizer lacks the BOS.
-    """
+    ``settings.samples``, and their description. Each row is BOS, if ``settings.bos``, and the
+    text's first tokens. No text is joined with another. Raises DataError if no text is long enough,
+    or if the tokenizer lacks the BOS."""
     if settings.bos and tokenizer.bos_token_id is None:
         raise DataError("the tokenizer has no BOS token to begin a text with; add --no-bos")
     begin = [tokenizer.bos_token_id] if settings.bos else []

@@ -38,10 +38,8 @@ def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[Cell, ...]:
 
 def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tuple[Cell, ...]:
     """Return the cells of the quantizer ``label``, one per checkpoint, with sensitivities' keys.
-
     Raises RecipeError if the recipe has no such quantizer, or if it quantizes no weights or
-    activations of linear layers, has a transform, or is a copy without its original.
-    """
+    activations of linear layers, has a transform, or is a copy without its original."""
     cells = tuple(cell for cell in plan.cells if cell.label == label)
     if not cells:
         labels = ", ".join(dict.fromkeys(cell.label for cell in plan.cells))

@@ -26,21 +26,16 @@ CHUNK_WEIGHTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # held at once: 4 MiB and 256
 def column_means(columns: Tensor, queries: int) -> Tensor:
     """Return the softpick paper's measure of a sink (section 6.2) for each key k: α_k = Σ_q A(q, k)
     / T over all T queries, also those that cannot see the key ("the average value of the first
-    column in A").
-
-    ``columns`` [B, H, N]: sums over queries. A head has a sink at k on a text if α_k > ε; the sink
-    rate is the share of such heads, averaged over texts.
-    """
+    column in A"). ``columns`` [B, H, N]: sums over queries. A head has a sink at k on a text if α_k
+    > ε; the sink rate is the share of such heads, averaged over texts."""
     return columns / queries
 
 
 def column_means_gu(columns: Tensor, queries: int) -> Tensor:
     """Return the measure of Gu et al. 2024 (arXiv 2410.10781, section 3.2): α_k = Σ_{q ≥ k} A(q, k)
     / (T − k), k from 0, over the queries that see the key, for the first T = 64 tokens of a text.
-
     ``columns`` [B, H, POSITIONS]: sums over the first T queries. No key sees a later token, so the
-    first 64 rows of a longer text are those of the text cut there.
-    """
+    first 64 rows of a longer text are those of the text cut there."""
     length = min(queries, GU_LENGTH)
     seen = torch.arange(length, length - POSITIONS, -1, device=columns.device)
     return columns / seen.clamp(min=1)
@@ -108,13 +103,11 @@ def measure_weights(call: Call) -> dict[str, Tensor]:
 
 def output_ratios(output: Tensor) -> Tensor:
     """Return the mean norm of each head's output over a text, divided by the mean of its layer's
-    heads: [B, H] float64; 0 if the whole layer gives 0.
-
-    ``output`` [B, T, H, D] is attention's output before the output projection. This is the average
-    head output norm, normalized by layer (AHON LN), of Sandoval-Segura et al. 2025 (arXiv
-    2504.03889, first as HONOR). We call a head dormant on a text if it is below ``DORMANT``; they
-    choose thresholds by what removing heads costs.
-    """
+    heads: [B, H] float64; 0 if the whole layer gives 0. ``output`` [B, T, H, D] is attention's
+    output before the output projection. This is the average head output norm, normalized by layer
+    (AHON LN), of Sandoval-Segura et al. 2025 (arXiv 2504.03889, first as HONOR). We call a head
+    dormant on a text if it is below ``DORMANT``; they choose thresholds by what removing heads
+    costs."""
     norms = output.float().norm(dim=-1).double().mean(1)
     layer = norms.mean(1, keepdim=True)
     return torch.where(layer > 0, norms / layer, 0.0)

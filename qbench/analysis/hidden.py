@@ -57,13 +57,10 @@ class States:
     @torch.no_grad()
     def add(self, states: Tensor, *, layer: int, first: int) -> list[Massive]:
         """Add the hidden states [B, T, D] of texts ``first``, ``first`` + 1, …; return the massive
-        activations among them, the largest ``MASSIVE_KEPT`` at most.
-
-        Sun et al. 2024 (arXiv 2402.17762, section 2): a value is massive if its magnitude
-        "surpasses 100 and is at least or around 1,000 times larger than the median magnitude of its
-        hidden state". Here: 1,000 times or more, and the hidden state of one layer and text, [T,
-        D].
-        """
+        activations among them, the largest ``MASSIVE_KEPT`` at most. Sun et al. 2024 (arXiv
+        2402.17762, section 2): a value is massive if its magnitude "surpasses 100 and is at least
+        or around 1,000 times larger than the median magnitude of its hidden state". Here: 1,000
+        times or more, and the hidden state of one layer and text, [T, D]."""
         wide = states.double()
         squares = wide.square()
         cubes = (squares * wide).flatten(1).sum(1)
@@ -96,11 +93,10 @@ class States:
 
 def pooled_kurtosis(powers: Tensor, values: int) -> float:
     """Return μ4 / σ⁴ of all values at once, 3 for a normal distribution; NaN if all are equal.
-
     ``powers`` [N, 4]: see :class:`States`, each row over ``values`` values. The softpick paper
     (section 6.3, table 4) collects "all hidden state vectors to evaluate them all at once": the
-    outputs of every decoder layer, before the final norm. It does not say whether 3 is subtracted.
-    """
+    outputs of every decoder layer, before the final norm. It does not say whether 3 is
+    subtracted."""
     # Float64 is precise enough, since means of hidden states are small.
     first, second, third, fourth = (powers.sum(0) / (values * len(powers))).unbind(-1)
     moment = (fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4).item()

@@ -73,11 +73,9 @@ def measure(
     progress: Advance | None = None,
 ) -> Measured:
     """Run ``model`` over texts ``ids`` [N, T] int64, ``batch`` at a time, and measure it.
-
     ``linears``: names of the linear layers whose inputs are measured, those of the unquantized
     model. Raises UnavailableError for a model that cannot be observed, EvaluationError if its loss
-    is not finite.
-    """
+    is not finite."""
     layers = hidden.decoder_layers(model)
     seen = Pass(states=[hidden.States() for _ in layers])
     device = next(model.parameters()).device

@@ -20,12 +20,10 @@ from qbench.errors import UnavailableError
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """One call of a layer's attention: query [B, Hq, T, D], key [B, Hkv, T, D] and settings.
-
     ``mask``: bool [B or 1, 1, T, T], True = attend, used as it is; None: causal. ``scale``: factor
     of the scores, None: 1/√D. ``softcap`` c: scores x become c · tanh(x / c), see
     ``reference.attention``. ``output``: [B, T, Hq, Dv], before the output projection. ``trace``:
-    what a quantized KV cache made of keys and values; None without one.
-    """
+    what a quantized KV cache made of keys and values; None without one."""
 
     query: Tensor
     key: Tensor

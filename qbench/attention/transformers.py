@@ -48,21 +48,17 @@ KEEP_OWN = "; set evaluation.attention: native to keep the model's own"
 
 def attention_name(normalizer: str, implementation: str, device: str | torch.device) -> str:
     """Return the name to pass as ``attn_implementation=``, and register it with transformers.
-
     ``implementation``: ``reference``, ``triton``, or ``auto``, which is triton on CUDA for an
     attention function with kernels, and the reference elsewhere. Raises RecipeError for an unknown
-    name, UnavailableError if triton cannot run or lacks the kernels.
-    """
+    name, UnavailableError if triton cannot run or lacks the kernels."""
     return _registered(normalizer, choose(normalizer, implementation, str(device)))
 
 
 def set_attention(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
     """Set the attention of ``model`` and return what runs, such as ``softpick/triton``. Its
-    configuration, which is saved with it, names the normalizer from then on.
-
-    Raises as :func:`attention_name`, and UnavailableError if the model's class does not use
-    transformers' attention interface.
-    """
+    configuration, which is saved with it, names the normalizer from then on. Raises as
+    :func:`attention_name`, and UnavailableError if the model's class does not use transformers'
+    attention interface."""
     device = next(model.parameters()).device
     name = attention_name(normalizer, implementation, device)
     model.set_attn_implementation(name)

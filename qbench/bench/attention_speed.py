@@ -153,14 +153,12 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 def bench_attention(
     out: Path | None, quick: bool, only: Collection[str], *, log: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Check the kernels, time them, and return what was measured.
-
-    It is written to ``out`` as JSON, with the table beside it, after every row, so that a stopped
-    run leaves its rows. ``quick`` leaves out most shapes and repeats. ``only``: time these
-    attention functions of ours, and the peers. ``log`` is called with a line per part and row.
-    Raises RecipeError for an unknown attention function, UnavailableError for one without kernels
-    or if there is no CUDA device, EvaluationError if a kernel is wrong.
-    """
+    """Check the kernels, time them, and return what was measured. It is written to ``out`` as JSON,
+    with the table beside it, after every row, so that a stopped run leaves its rows. ``quick``
+    leaves out most shapes and repeats. ``only``: time these attention functions of ours, and the
+    peers. ``log`` is called with a line per part and row. Raises RecipeError for an unknown
+    attention function, UnavailableError for one without kernels or if there is no CUDA device,
+    EvaluationError if a kernel is wrong."""
     if not torch.cuda.is_available():
         raise UnavailableError(
             "bench attention: the kernels need a CUDA GPU, and none is here; run it on a machine "

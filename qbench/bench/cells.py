@@ -52,11 +52,9 @@ def bench_cells(
     """Time one greedy answer of ``tokens`` new tokens to a prompt of ``PROMPT``, batch size 1, by
     each cell of ``records``. Returns the environment and a row per cell; ``log`` gets its line, or
     the reason why a cell cannot be loaded, which then has no row. The file ``out`` gets the results
-    after each row, so that a stopped command leaves them.
-
-    Tokens/s are those of the median token after the first: what is compiled, allocated or computed
-    by others meanwhile slows some of them. ``quartiles`` of tokens/s tell how evenly it ran.
-    """
+    after each row, so that a stopped command leaves them. Tokens/s are those of the median token
+    after the first: what is compiled, allocated or computed by others meanwhile slows some of them.
+    ``quartiles`` of tokens/s tell how evenly it ran."""
     sizes = {"prompt": PROMPT, "tokens": tokens, "batch_size": 1}
     results = {**sizes, "environment": environment(device, LIBRARIES).model_dump(), "rows": []}
     for record in records:

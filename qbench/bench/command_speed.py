@@ -33,11 +33,9 @@ def bench_command(
     """Return a row per command, in the order in which they ran: lm-eval's for the plan's first
     checkpoint; ``qbench run RECIPE --only PATTERN`` of each pattern in ``cells``, with a common
     cache that is empty at first, or of the whole ``recipe`` if ``cells`` is empty; lm-eval's again,
-    since hosts drift. ``log`` gets a line per command.
-
-    A row's ``seconds`` end when the process does; ``speed`` is these over the mean of lm-eval's.
-    Raises EvaluationError if a command fails.
-    """
+    since hosts drift. ``log`` gets a line per command. A row's ``seconds`` end when the process
+    does; ``speed`` is these over the mean of lm-eval's. Raises EvaluationError if a command
+    fails."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -66,11 +66,9 @@ def bench_generation(
     """Time ``prompts`` prompts of ``length`` tokens, each continued by ``tokens`` new ones, with
     qbench's greedy decoding and with lm-eval's HFLM in batches of ``batch_size``, for a random
     bfloat16 model of ``shape``, a key of SHAPES, per attention function in ``normalizers``; and
-    reading these answers in packs, for hidden states and for KL divergences.
-
-    ``log`` is called with one line per row. Returns the sizes, the environment and the rows. Raises
-    EvaluationError if the two decoders' answers differ in float32.
-    """
+    reading these answers in packs, for hidden states and for KL divergences. ``log`` is called with
+    one line per row. Returns the sizes, the environment and the rows. Raises EvaluationError if the
+    two decoders' answers differ in float32."""
 
     def rows(model: PreTrainedModel) -> Iterator[Row]:
         vocabulary, kind = model.config.vocab_size, model.device.type

@@ -89,12 +89,9 @@ class Search:
     def costs(self, cells: Mapping[str, Cell]) -> tuple[Costs, dict[str, float]]:
         """Return the ``Costs`` of each layer quantized alone by each choice of ``cells`` (by its
         text), and choice → KL divergence with all layers quantized, LM head and embeddings left
-        out. A search that was stopped is resumed.
-
-        Any change of a layer moves the rounding of all that follows, which in bfloat16 costs about
-        0.001 nats however small the change is. That floor, measured with weights that differ in
-        their last bit, is taken off each cost.
-        """
+        out. A search that was stopped is resumed. Any change of a layer moves the rounding of all
+        that follows, which in bfloat16 costs about 0.001 nats however small the change is. That
+        floor, measured with weights that differ in their last bit, is taken off each cost."""
         cells = {UNQUANTIZED: self.base, **cells}
         of = len(cells)
         self._stage(f"costs of {len(self.layers)} layers × {of} choices", of)

@@ -39,13 +39,11 @@ def search(
     **text: Any,
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return the results of the search as plain JSON, and the recipe's entries: the mix of each
-    budget, and the best uniform columns by KL on the text of the search.
-
-    ``plan_of`` plans a recipe with given quantizers after an unquantized one; ``choices``: the
-    quantizers that layers choose from; ``peers``: others, which are checked and not measured;
-    ``budgets``: a number and its unit, bits or gib, by label of the mix; ``text``: the other
-    arguments of ``measure.Search``. Raises RecipeError for a budget that no choice fits.
-    """
+    budget, and the best uniform columns by KL on the text of the search. ``plan_of`` plans a recipe
+    with given quantizers after an unquantized one; ``choices``: the quantizers that layers choose
+    from; ``peers``: others, which are checked and not measured; ``budgets``: a number and its unit,
+    bits or gib, by label of the mix; ``text``: the other arguments of ``measure.Search``. Raises
+    RecipeError for a budget that no choice fits."""
     from qbench.budget import measure
 
     began = time.monotonic()

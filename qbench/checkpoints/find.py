@@ -78,11 +78,9 @@ def choose_attention(
 ) -> ChosenAttention:
     """Return the attention that checkpoint ``name`` of a recipe, trained with ``normalizer``, is
     loaded with if ``evaluation.attention`` is ``requested``. With the normalizer ``native`` it is
-    the class's own, whatever is requested.
-
-    Raises RecipeError for an unknown name, and if ``requested`` is native and the class cannot
-    compute the normalizer; UnavailableError if triton cannot run or has no kernels.
-    """
+    the class's own, whatever is requested. Raises RecipeError for an unknown name, and if
+    ``requested`` is native and the class cannot compute the normalizer; UnavailableError if triton
+    cannot run or has no kernels."""
     if NATIVE not in (normalizer, requested):
         implementation = choose(normalizer, requested, device)
         return ChosenAttention(normalizer=normalizer, implementation=implementation)
@@ -267,11 +265,9 @@ def weight_files(folder: Path) -> list[str]:
 def read_headers(
     folder: Path, files: Iterable[str], *, quantized: bool = False
 ) -> dict[str, Header]:
-    """Return the header of each tensor in the weight ``files`` of ``folder``, by name.
-
-    Raises CheckpointError if a file cannot be read, and unless the checkpoint is ``quantized``, if
-    its weights are not floating-point numbers.
-    """
+    """Return the header of each tensor in the weight ``files`` of ``folder``, by name. Raises
+    CheckpointError if a file cannot be read, and unless the checkpoint is ``quantized``, if its
+    weights are not floating-point numbers."""
     headers: dict[str, Header] = {}
     for path in (folder / file for file in files):
         try:
@@ -372,11 +368,9 @@ POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings)\.weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A checkpoint on disk whose configuration and tensor headers were read and agree.
-
-    ``digest`` is the SHA-256 over every file that loading it reads: weights, configuration,
-    generation settings, tokenizer and chat template.
-    """
+    """A checkpoint on disk whose configuration and tensor headers were read and agree. ``digest``
+    is the SHA-256 over every file that loading it reads: weights, configuration, generation
+    settings, tokenizer and chat template."""
 
     source: str  # as the user named it
     folder: Path
@@ -452,11 +446,9 @@ def find(
     quantized: bool = False,
 ) -> Checkpoint:
     """Find the checkpoint ``source``, a folder, a GGUF file (dequantized into the cache) or a hub
-    id (downloaded at ``revision``), and check its files.
-
-    ``normalizer``: the recipe's, which must agree with the checkpoint's. ``quantized``: whether its
-    weights are quantized already. Raises CheckpointError for files that cannot be loaded.
-    """
+    id (downloaded at ``revision``), and check its files. ``normalizer``: the recipe's, which must
+    agree with the checkpoint's. ``quantized``: whether its weights are quantized already. Raises
+    CheckpointError for files that cannot be loaded."""
     folder = _folder(source, revision)
     with named(source):
         config = read_config(folder, quantized=quantized)

@@ -304,13 +304,10 @@ def load_prequantized(
     fallback: bool = True,
 ) -> PreTrainedModel:
     """Return the quantized model on ``device``, its unquantized parameters in ``dtype``, attending
-    as :func:`load_model` says.
-
-    ``dequantize``: FP8 weights are dequantized at once, as MXFP4 weights always are.
-    ``rounds_activations``: activations or a KV cache are rounded to few bits. Raises
-    UnavailableError with transformers' reason if it cannot load the checkpoint here,
-    CheckpointError for broken files.
-    """
+    as :func:`load_model` says. ``dequantize``: FP8 weights are dequantized at once, as MXFP4
+    weights always are. ``rounds_activations``: activations or a KV cache are rounded to few bits.
+    Raises UnavailableError with transformers' reason if it cannot load the checkpoint here,
+    CheckpointError for broken files."""
     quantization = checkpoint.config["quantization_config"]
     method = str(quantization.get("quant_method"))
     by_gptqmodel = method in GPTQMODELS_OWN and (method != "gptq" or quantization.get("dynamic"))
@@ -429,10 +426,8 @@ def _loading(quantization: dict[str, Any], dequantize: bool) -> dict[str, Any]:
 
 def _one_scheme_of_weights(quantization: dict[str, Any]) -> bool:
     """Return whether only weights are quantized, all alike: they can be dequantized at once.
-
     compressed-tensors 0.20 would dequantize them in the first forward pass, to the same numbers,
-    but cannot load zero points and codes in whole bytes, which it expects in other layouts.
-    """
+    but cannot load zero points and codes in whole bytes, which it expects in other layouts."""
     groups = list((quantization.get("config_groups") or {}).values())
     inputs = any(group.get("input_activations") for group in groups)
     return len(groups) == 1 and not inputs and not quantization.get("kv_cache_scheme")

@@ -43,12 +43,10 @@ class TokenMeans:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerDamage:
-    """Hold what quantization changed in the answers of one cell.
-
-    ``tokens`` are those of the unquantized model's answers. ``identical`` is the share of prompts
-    with the same answer, ``agreed`` the median number of tokens before the cell's own answer
-    differs, ``other_prompts`` the number of prompts that its chat template renders differently.
-    """
+    """Hold what quantization changed in the answers of one cell. ``tokens`` are those of the
+    unquantized model's answers. ``identical`` is the share of prompts with the same answer,
+    ``agreed`` the median number of tokens before the cell's own answer differs, ``other_prompts``
+    the number of prompts that its chat template renders differently."""
 
     tokens: TokenMeans
     by_position: Mapping[str, TokenMeans]

@@ -51,11 +51,9 @@ ByTask = Mapping[str, Mapping[str, Flips]]  # task → metric → its flips
 
 def compare(store: Store, *, statistics: bool = True, against: str | None = None) -> Comparison:
     """Compare the checkpoints of a results folder at every precision, and each quantized precision
-    with the one that ``against`` names (None: with none).
-
-    ``statistics=False`` leaves intervals and tests out and reads no per-document outcomes. Raises
-    ResultsError without a manifest or the precision ``against``, and for damaged records.
-    """
+    with the one that ``against`` names (None: with none). ``statistics=False`` leaves intervals and
+    tests out and reads no per-document outcomes. Raises ResultsError without a manifest or the
+    precision ``against``, and for damaged records."""
     grid = store.manifest()
     names = {cell.quantizer: None for cell in grid.cells if cell.quantized}
     if against not in (None, *names):
@@ -208,11 +206,9 @@ def chance_of_tasks(comparison: Comparison, store: Store) -> dict[str, float]:
 
 def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comparison:
     """Return ``comparison`` with Δ, damages and differences-in-differences in every row, and with
-    the rows over seeds in which a group of trainings has an interval of its score.
-
-    ``columns``: what ``columns_by_task`` returns. p-values are adjusted over the folder within each
-    contrast, without accuracies of an unquantized model whose interval reaches chance.
-    """
+    the rows over seeds in which a group of trainings has an interval of its score. ``columns``:
+    what ``columns_by_task`` returns. p-values are adjusted over the folder within each contrast,
+    without accuracies of an unquantized model whose interval reaches chance."""
     chance, groups = chance_of_tasks(comparison, store), comparison.grid.replicates
     single = {checkpoint: (checkpoint,) for checkpoint in comparison.grid.checkpoints}
     answers = _effects(comparison, columns, single)

@@ -130,14 +130,11 @@ class RowValue:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """Hold one metric of one task at one precision, over all checkpoints (the manifest's order).
-
     ``effects``: by contrast and checkpoint, its effect, or why it has none. The contrasts are
     ``scores``; ``deltas``, the score minus the baseline checkpoint's; ``damages``, and
     ``differences``, the damage minus the baseline checkpoint's: both are losses, positive is worse
-    in every metric; ``against``, what is lost more than at the precision ``Comparison.against``.
-
-    A row over seeds has a group of trainings in place of a checkpoint in its effects.
-    """
+    in every metric; ``against``, what is lost more than at the precision ``Comparison.against``. A
+    row over seeds has a group of trainings in place of a checkpoint in its effects."""
 
     task: str
     label: str

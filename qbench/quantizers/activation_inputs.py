@@ -24,10 +24,8 @@ ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Module]:
     """Return, by name, the modules that multiply by a weight matrix: linear layers, however their
     weights are stored. Left out: the LM head, layers that ``ignore`` names, and those that the
-    model's class keeps in float32.
-
-    Raises QuantizationError for a pattern of ``ignore`` that matches no weight matrix.
-    """
+    model's class keeps in float32. Raises QuantizationError for a pattern of ``ignore`` that
+    matches no weight matrix."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     layers = {
         name: module

@@ -95,12 +95,10 @@ def watch_inputs(
 
 
 class SequentialCalibrator:
-    """Compute the Hessians of a model's linear layers, one decoder block after the other.
-
-    ``root``: the name of the list of ``blocks``. ``groups``: for each block, the names of the
-    linear layers to quantize, in the order they run; those with the same input, and so the same
-    Hessian, are one group. For Llama: q, k, v; o; gate, up; down.
-    """
+    """Compute the Hessians of a model's linear layers, one decoder block after the other. ``root``:
+    the name of the list of ``blocks``. ``groups``: for each block, the names of the linear layers
+    to quantize, in the order they run; those with the same input, and so the same Hessian, are one
+    group. For Llama: q, k, v; o; gate, up; down."""
 
     @torch.no_grad()
     def __init__(
@@ -110,12 +108,10 @@ class SequentialCalibrator:
         calibration: Calibration,
         batch_size: int,
     ) -> None:
-        """Run the calibration text up to the first block and trace the blocks once.
-
-        ``layers``: the linear layers to quantize, by name. Raises QuantizationError if the model
-        does not run its blocks one after the other, if they do not hold all of ``layers``, or if
-        they receive something beside hidden states that depends on the text.
-        """
+        """Run the calibration text up to the first block and trace the blocks once. ``layers``: the
+        linear layers to quantize, by name. Raises QuantizationError if the model does not run its
+        blocks one after the other, if they do not hold all of ``layers``, or if they receive
+        something beside hidden states that depends on the text."""
         self.root, self.blocks = decoder_blocks(model)
         outside = [name for name in layers if not name.startswith(f"{self.root}.")]
         if outside:

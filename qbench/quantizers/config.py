@@ -194,12 +194,10 @@ def backend(settings: Settings) -> Any:
 @settings
 class WeightSettings(Settings):
     """Settings of a method that replaces every linear layer but the LM head by one of fewer bits.
-
     Embeddings and the LM head stay unquantized, as is usual in the field, unless a mix names them
     (``of_ends``: the method can quantize them). A subclass gives ``method``, ``title``,
     ``num_bits``, the ``scheme`` of a stored weight in the field's words (``int4 in groups of
-    128``), and ``shared_bits``.
-    """
+    128``), and ``shared_bits``."""
 
     kind: ClassVar[Kind] = "weights"
     prequantized: ClassVar[bool] = False  # the model is loaded quantized, not quantized here
@@ -328,13 +326,10 @@ class QuantizationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """Holds one weight matrix as it is stored.
-
-    ``tensors``: all that is stored for it, by name; biases and constant tables left out.
-    ``dequantize`` returns the matrix [out, in] that they encode; None if only the module's forward
-    shows it. ``groups`` rearranges a matrix [out, in] into [groups, weights per group]; weights of
-    a group share their levels.
-    """
+    """Holds one weight matrix as it is stored. ``tensors``: all that is stored for it, by name;
+    biases and constant tables left out. ``dequantize`` returns the matrix [out, in] that they
+    encode; None if only the module's forward shows it. ``groups`` rearranges a matrix [out, in]
+    into [groups, weights per group]; weights of a group share their levels."""
 
     tensors: Mapping[str, Tensor]
     dequantize: Callable[[], Tensor] | None

@@ -45,11 +45,9 @@ def quantize_model(
 ) -> tuple[dict[str, Tensors], str]:
     """Quantize the linear layers ``chosen``, by name, with their settings; return the tensors to
     store by layer's name, and a note for the record. Their weights in ``model`` are overwritten.
-
     ``true_sequential`` and ``batch_size`` are those of the first layer. Raises QuantizationError
     for a model that cannot be computed block by block, a layer that no calibration token reaches,
-    and a Hessian that stays singular.
-    """
+    and a Hessian that stays singular."""
     layers = {name: model.get_submodule(name) for name in chosen}
     first = next(iter(chosen.values()))
     walk = SequentialCalibrator(model, layers, calibration, first.batch_size)
@@ -166,13 +164,11 @@ def _corrected(off: Tensor, factor: Tensor, start: int, end: int) -> tuple[Tenso
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GPTQResult:
-    """Holds the quantized rows of all layers with the same Hessian.
-
-    ``weight``: dequantized, float32 [out, in]. ``codes``: float32 [out, in] in the order of the
-    stored groups. ``scale``, ``zero``: float32 [out, groups]. ``order`` [in]: column i of the
-    weight is column order[i] of the codes; None: the same order. ``damp``: what was added to the
-    Hessian's diagonal, in units of its mean.
-    """
+    """Holds the quantized rows of all layers with the same Hessian. ``weight``: dequantized,
+    float32 [out, in]. ``codes``: float32 [out, in] in the order of the stored groups. ``scale``,
+    ``zero``: float32 [out, groups]. ``order`` [in]: column i of the weight is column order[i] of
+    the codes; None: the same order. ``damp``: what was added to the Hessian's diagonal, in units of
+    its mean."""
 
     weight: Tensor
     codes: Tensor
@@ -276,11 +272,9 @@ def _block(
     work: Tensor, upper: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int
 ) -> tuple[Tensor, Tensor]:
     """Quantize a block of up to 128 columns, ``work`` [rows, n], one column after the other.
-
     ``upper`` [n, n]: the block of the Cholesky factor. ``scale``, ``zero`` [rows, groups]: column i
-    uses number ``group[i]``. Returns codes, and errors over the diagonal of ``upper``, both
-    [rows, n].
-    """
+    uses number ``group[i]``. Returns codes, and errors over the diagonal of ``upper``, both [rows,
+    n]."""
     if work.is_cuda and TRITON:
         from qbench.quantizers import gptq_columns  # imports Triton
 

@@ -50,13 +50,10 @@ def unpack_codes(packed: Tensor, bits: int, in_features: int) -> Tensor:
 
 
 class PackedLinear(DequantizedLinear):
-    """A linear layer that dequantizes packed codes.
-
-    ``codes`` uint8 [out, in · bits / 8], ``scale`` float16 [out, groups], ``zero`` uint8
-    [out, groups], ``order`` int32 [in] or None: column i of the weight is column order[i] of the
-    grouped codes (GPTQ's desc_act). ``compute_dtype``: dtype that a dequantized weight is rounded
-    to before it is cast to ``dtype``.
-    """
+    """A linear layer that dequantizes packed codes. ``codes`` uint8 [out, in · bits / 8], ``scale``
+    float16 [out, groups], ``zero`` uint8 [out, groups], ``order`` int32 [in] or None: column i of
+    the weight is column order[i] of the grouped codes (GPTQ's desc_act). ``compute_dtype``: dtype
+    that a dequantized weight is rounded to before it is cast to ``dtype``."""
 
     compute_dtype = torch.float32
 
@@ -84,12 +81,10 @@ class PackedLinear(DequantizedLinear):
 
 
 def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Return scale and zero, float32 [..., 1], for groups of weights float32 [..., group].
-
-    The levels cover [min(w, 0), max(w, 0)], or ±max|w| with the zero in the middle, as in the code
-    of the GPTQ paper. Scales are rounded to float16, as they are stored, so that weights are
-    rounded to the values that will be used.
-    """
+    """Return scale and zero, float32 [..., 1], for groups of weights float32 [..., group]. The
+    levels cover [min(w, 0), max(w, 0)], or ±max|w| with the zero in the middle, as in the code of
+    the GPTQ paper. Scales are rounded to float16, as they are stored, so that weights are rounded
+    to the values that will be used."""
     low = weight.amin(-1, keepdim=True).clamp(max=0)
     high = weight.amax(-1, keepdim=True).clamp(min=0)
     steps = 2**bits - 1

@@ -97,13 +97,11 @@ class Published(WeightSettings):
 
 @settings
 class PublishedCopy(Published):
-    """A quantized copy whose files are in ``folder``, with their ``digest``.
-
-    ``format``: its quant_method; ``config``: its quantization_config. ``stored_bits``: bits per
-    quantized weight in its files, ``fewest_bits`` those of the layer with the fewest; None for a
-    copy without its original, whose weights cannot be counted. ``ignore``: layers that are stored
-    unquantized; ``ends_quantized``: embeddings or LM head are quantized.
-    """
+    """A quantized copy whose files are in ``folder``, with their ``digest``. ``format``: its
+    quant_method; ``config``: its quantization_config. ``stored_bits``: bits per quantized weight in
+    its files, ``fewest_bits`` those of the layer with the fewest; None for a copy without its
+    original, whose weights cannot be counted. ``ignore``: layers that are stored unquantized;
+    ``ends_quantized``: embeddings or LM head are quantized."""
 
     requirements: ClassVar[tuple[str, ...]] = LIBRARIES
 

@@ -192,10 +192,8 @@ def make(
     progress: Advance,
 ) -> tuple[Tensors, str]:
     """Return the tensors to store, and a line on how they were made; ``model`` may be overwritten.
-
     Tensors ``weights:<module>/<part>`` belong to the module that replaces a layer; other kinds' are
-    named ``<kind>:…`` by their backend. Raises QuantizationError if a method refuses the model.
-    """
+    named ``<kind>:…`` by their backend. Raises QuantizationError if a method refuses the model."""
     tensors: Tensors = {}
     if config.transform is not None:  # apply() transforms the model that it is given
         model = copy.deepcopy(model)

@@ -21,11 +21,9 @@ TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Group:
     """Linear ``layers`` with the same input of C channels, and the module ``before`` them, a norm
-    or the linear layer that computes the input, whose output is divided by the scales.
-
-    ``heads``: the shape of the channels, [heads of ``before``, uses of each, width], since query
-    heads may share values.
-    """
+    or the linear layer that computes the input, whose output is divided by the scales. ``heads``:
+    the shape of the channels, [heads of ``before``, uses of each, width], since query heads may
+    share values."""
 
     before: nn.Module
     layers: tuple[nn.Linear, ...]

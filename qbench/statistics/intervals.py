@@ -224,12 +224,10 @@ class BootstrapT(Method):
 
 def degrees_of_freedom(weights: Floats, kurtosis: Floats) -> Floats:
     """Return the degrees of freedom of the standard error of a ratio of sums over documents of
-    ``weights`` [documents]; at least 1.
-
-    1/ν = 1/(m − 1) + (k − 1)/2n: m as many equally long documents, and k the kurtosis of the n
-    documents' shares, since the variance of a variance is (k − 1)/n of its square (Satterthwaite
-    1946, Biometrics Bulletin 2: 110–114; Box 1953, Biometrika 40: 318–335).
-    """
+    ``weights`` [documents]; at least 1. 1/ν = 1/(m − 1) + (k − 1)/2n: m as many equally long
+    documents, and k the kurtosis of the n documents' shares, since the variance of a variance is (k
+    − 1)/n of its square (Satterthwaite 1946, Biometrics Bulletin 2: 110–114; Box 1953, Biometrika
+    40: 318–335)."""
     of_lengths = 1 / (effective_documents(weights[None]) - 1)
     return np.maximum(1.0, 1 / (of_lengths + (kurtosis - 1) / (2 * len(weights))))
 
@@ -424,13 +422,11 @@ class ScoreTest(Method):
 @dataclass(frozen=True, eq=False)
 class _Range:
     """Hold values 0 … ``highest`` with their counts, [values, estimates]. Roots of a ``batch`` are
-    refined until all of them are found, and do not depend on other batches.
-
-    Under a mean above the observed one the chances of largest likelihood are proportional to
-    count / (1 − tilt · value / highest), with tilt in [0, 1). If no document has the highest
-    value, that value takes what is left over at a tilt of 1. So the path from 0 to 2 runs through
-    all means from the observed one to ``highest``.
-    """
+    refined until all of them are found, and do not depend on other batches. Under a mean above the
+    observed one the chances of largest likelihood are proportional to count / (1 − tilt · value /
+    highest), with tilt in [0, 1). If no document has the highest value, that value takes what is
+    left over at a tilt of 1. So the path from 0 to 2 runs through all means from the observed one
+    to ``highest``."""
 
     values: Floats
     counts: Floats
@@ -506,12 +502,10 @@ def detectable_mean(
     mean_square: Floats, documents: Floats, *, reach: Floats, level: float | Floats
 ) -> Floats:
     """Return the smallest mean that the score test at ``level`` detects with 80 % power; infinite
-    if there are too few documents for any.
-
-    Documents' values have the observed ``mean_square``, and magnitudes of at most ``reach`` (Connor
-    1987, Biometrics 43: 207–211). If so few changed that none would be detected even if all changed
-    in one direction, as many more changes are assumed as are needed.
-    """
+    if there are too few documents for any. Documents' values have the observed ``mean_square``, and
+    magnitudes of at most ``reach`` (Connor 1987, Biometrics 43: 207–211). If so few changed that
+    none would be detected even if all changed in one direction, as many more changes are assumed as
+    are needed."""
     critical, beyond = special.ndtri(1 - level / 2), special.ndtri(POWER)
     # The fewest changes, all in one direction and as large as can be, that are significant.
     fewest = np.floor(critical**2) + 1

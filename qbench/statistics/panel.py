@@ -144,10 +144,8 @@ class Contrasts:
 
 class Scores:
     """Computes the scores of columns on the scale that is compared, linearized (delta method).
-
     ``shares`` are each document's share of a score's error, [columns, documents], which add up to 0
-    but for leverage: a share is divided by 1 − its leverage, for a long page pulls the ratio.
-    """
+    but for leverage: a share is divided by 1 − its leverage, for a long page pulls the ratio."""
 
     def __init__(self, panel: Panel, aggregation: str) -> None:
         self.aggregation, self.documents = aggregation, panel.documents

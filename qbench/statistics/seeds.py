@@ -159,11 +159,9 @@ def few_changes(panel: Panel, signs: Sequence[Floats]) -> ScoreTest | None:
     """Return the score test of the mean change per document, for scores of which few changed;
     ``signs`` of each group, [trainings, columns], say which columns of ``panel`` a training adds
     (1) or subtracts (−1). None if a weight is not 1, if scores are not between 0 and 1, or if
-    ``FEW_CHANGES`` documents or more differ from the most common change.
-
-    A document that was not drawn may have changed in every training, so each document counts with
-    its mean over the trainings. ``estimate`` and ``stderr`` of the test are placeholders, 0.
-    """
+    ``FEW_CHANGES`` documents or more differ from the most common change. A document that was not
+    drawn may have changed in every training, so each document counts with its mean over the
+    trainings. ``estimate`` and ``stderr`` of the test are placeholders, 0."""
     values = panel.values
     if np.any(panel.weights != 1) or values.min() < 0 or values.max() > 1:
         return None

@@ -230,12 +230,10 @@ def _mean(values: Iterable[float | None], text: Callable[[float], str]) -> str:
 
 def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
     """Return one dict per score of the manifest, failed and missing ones too, in full precision and
-    the record's units. Its names are of ``COLUMNS``; those without a value may be left out.
-
-    ``did`` is the difference-in-differences. For perplexities: ``low`` and ``high`` come from the
-    logarithm and are converted to perplexities, ``delta`` is the raw difference without error, and
-    errors, intervals, damage, ``did`` and ``detectable`` are log ratios, in columns of their own.
-    """
+    the record's units. Its names are of ``COLUMNS``; those without a value may be left out. ``did``
+    is the difference-in-differences. For perplexities: ``low`` and ``high`` come from the logarithm
+    and are converted to perplexities, ``delta`` is the raw difference without error, and errors,
+    intervals, damage, ``did`` and ``detectable`` are log ratios, in columns of their own."""
     rows = []
     for line in comparison.lines:
         about = _about(line)

@@ -27,11 +27,9 @@ from qbench.text import markdown as table_markdown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalysisResults:
-    """Hold the analyses of a results folder and the records beside them.
-
-    ``cells``: analyses with measurements; ``records``: valid ones of `qbench run`; ``problems``: a
-    line per missing or failed analysis; ``replicates``: group → its trainings.
-    """
+    """Hold the analyses of a results folder and the records beside them. ``cells``: analyses with
+    measurements; ``records``: valid ones of `qbench run`; ``problems``: a line per missing or
+    failed analysis; ``replicates``: group → its trainings."""
 
     cells: tuple[Analysis, ...]
     sensitivities: tuple[Sensitivity, ...]
@@ -196,11 +194,9 @@ def markdown(results: AnalysisResults) -> str:
 
 def analyses_csv(results: AnalysisResults) -> str:
     """Return all numbers but attention maps in full precision as CSV, one per row; "" without any.
-
     Columns: ``analysis`` (text or sensitivity), ``checkpoint``, ``quantizer``, ``measure`` (the
     field of the record, dotted, list items by their index: layers and heads from 0; of a
-    sensitivity after the unit's name), ``value``, and ``key`` of the record.
-    """
+    sensitivity after the unit's name), ``value``, and ``key`` of the record."""
     rows = []
     for each in (*results.cells, *results.sensitivities):
         about = {"analysis": "text", "checkpoint": each.checkpoint, "quantizer": each.quantizer}

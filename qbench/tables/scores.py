@@ -220,10 +220,8 @@ BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin w
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodLines:
     """Hold the content of one set of tables: the rows of a method and the unquantized ones, with a
-    column per group: a checkpoint, or with ``seeds`` several trainings.
-
-    ``footnotes``, on problems of cells and on the run, are printed below the first table.
-    """
+    column per group: a checkpoint, or with ``seeds`` several trainings. ``footnotes``, on problems
+    of cells and on the run, are printed below the first table."""
 
     comparison: Comparison
     name: str  # of the method
@@ -235,11 +233,9 @@ class MethodLines:
 
 def by_method(comparison: Comparison) -> list[MethodLines]:
     """Return the content of one set of tables per quantization method; for one checkpoint of one.
-
     With several trainings of each kind a set is of the means; those of a checkpoint that was
     trained once follow. Of more than two checkpoints there is one for each pair with the first.
-    Problems of a cell are in the first set that shows it.
-    """
+    Problems of a cell are in the first set that shows it."""
     made, grid, problems = [], comparison.grid, comparison.problems()
     methods = dict.fromkeys(row.method for row in comparison.lines)
     methods = [

@@ -188,11 +188,9 @@ class Sequences:
 
 
 def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.int64]:
-    """Return the indices [rows] of the sequences of ``step``, from 0, among ``of`` sequences.
-
-    Each epoch has another order, a permutation by NumPy's PCG64 seeded with (seed, epoch), so that
-    any step can be computed without the steps before it. A step may lie in two epochs.
-    """
+    """Return the indices [rows] of the sequences of ``step``, from 0, among ``of`` sequences. Each
+    epoch has another order, a permutation by NumPy's PCG64 seeded with (seed, epoch), so that any
+    step can be computed without the steps before it. A step may lie in two epochs."""
     positions = np.arange(step * rows, (step + 1) * rows)
     epochs = positions // of
     indices = np.empty(rows, np.int64)
@@ -364,13 +362,11 @@ def require_source(source: str) -> None:
 
 
 def documents(source: str) -> Iterator[str]:
-    """Yield the documents of ``source`` in order, without empty ones.
-
-    ``*.txt``: separated by a zero byte, or one document. ``*.jsonl``, ``*.parquet``: the field
-    "text" of each line or row. ``hf://datasets/OWNER/NAME``, with ``@REVISION`` and
-    ``:CONFIGURATION`` if there are several: that column of the split "train" on the hub, streamed.
-    Raises DataError with the place of an error.
-    """
+    """Yield the documents of ``source`` in order, without empty ones. ``*.txt``: separated by a
+    zero byte, or one document. ``*.jsonl``, ``*.parquet``: the field "text" of each line or row.
+    ``hf://datasets/OWNER/NAME``, with ``@REVISION`` and ``:CONFIGURATION`` if there are several:
+    that column of the split "train" on the hub, streamed. Raises DataError with the place of an
+    error."""
     try:
         texts = _separated(source) if source.endswith(".txt") else _fields(source)
         yield from (text for text in texts if text.strip())

@@ -58,11 +58,9 @@ SINK = "0.3"  # ε of the sink rates
 
 class Step:
     """One optimizer step: forward and backward passes, the clipped gradient, the optimizer. It
-    reads no number from the device, so that the device never waits.
-
-    A compiled step on one GPU is captured as a CUDA graph after its warm-up, all but the optimizer:
-    launching its 1,500 kernels one by one takes longer than they do. The graph gives the same bits.
-    """
+    reads no number from the device, so that the device never waits. A compiled step on one GPU is
+    captured as a CUDA graph after its warm-up, all but the optimizer: launching its 1,500 kernels
+    one by one takes longer than they do. The graph gives the same bits."""
 
     def __init__(
         self, model: LlamaForCausalLM, recipe: TrainingRecipe, processes: PartialState
@@ -303,11 +301,9 @@ def _or_inf(loss: float | None) -> float:
 @contextmanager
 def joined(device: str) -> Iterator[PartialState]:
     """Join the processes that torchrun or accelerate started, as their environment variables say,
-    and yield the state; a single process without them. ``device``: "cpu" or "cuda".
-
-    Call it before anything is computed on a GPU: without a fixed workspace cuBLAS may sum in
-    another order from one process to the next. Raises UnavailableError for a missing GPU.
-    """
+    and yield the state; a single process without them. ``device``: "cpu" or "cuda". Call it before
+    anything is computed on a GPU: without a fixed workspace cuBLAS may sum in another order from
+    one process to the next. Raises UnavailableError for a missing GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda" and local >= torch.cuda.device_count():
@@ -333,12 +329,10 @@ def train_recipe(
     stop_after: int | None = None,
 ) -> list[Training]:
     """Train the runs that are not finished, or ``stop_after`` steps more of each. Each run's
-    checkpoint goes to ``out/<normalizer>-seed<n>``. ``log`` gets lines with the run's name.
-
-    Returns the records of all runs that are finished now, also of those that were before. Raises
+    checkpoint goes to ``out/<normalizer>-seed<n>``. ``log`` gets lines with the run's name. Returns
+    the records of all runs that are finished now, also of those that were before. Raises
     RecipeError or DataError if the data do not fit, TrainingError if a run breaks, is trained by
-    another process, or was begun with other settings.
-    """
+    another process, or was begun with other settings."""
     require_data(recipe, files, processes=processes.num_processes)
     records = []
     for normalizer, seed in recipe.runs():

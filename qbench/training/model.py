@@ -75,11 +75,9 @@ def model_settings(
 def flops_per_token(model: LlamaForCausalLM, context: int) -> float:
     """Return the FLOP per token of a forward and a backward pass: 6 per parameter in matrix
     products (all matrices but the embeddings, which are looked up; the output matrix counts, tied
-    or not), and 6 · layers · hidden · context for attention's two products, causal.
-
-    Recomputation and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3,
-    halved for causality).
-    """
+    or not), and 6 · layers · hidden · context for attention's two products, causal. Recomputation
+    and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved for
+    causality)."""
     config = model.config
     products = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
     if not config.tie_word_embeddings:  # of two, one is looked up

@@ -61,13 +61,11 @@ class OwnParameter(Strict):
 
 
 class Shape(Strict):
-    """A Llama-style decoder: pre-norm, rotary positions, SwiGLU, no biases.
-
-    ``intermediate`` None: flash-linear-attention's rule, 2/3 of 4 · hidden rounded up to 256.
-    ``positions``: the longest context that the checkpoint states; None: that of training.
-    ``rope_theta`` None: no rotary embedding. ``parameters``: of the normalizers, by the names of
-    ``qbench list normalizers``; those that they can do without are there only if named.
-    """
+    """A Llama-style decoder: pre-norm, rotary positions, SwiGLU, no biases. ``intermediate`` None:
+    flash-linear-attention's rule, 2/3 of 4 · hidden rounded up to 256. ``positions``: the longest
+    context that the checkpoint states; None: that of training. ``rope_theta`` None: no rotary
+    embedding. ``parameters``: of the normalizers, by the names of ``qbench list normalizers``;
+    those that they can do without are there only if named."""
 
     hidden: Whole = Field(ge=8, le=2**16)
     layers: Whole = Field(ge=1, le=1024)
@@ -175,10 +173,8 @@ class TrainingRecipe(Strict):
     ) -> TrainingRecipe:
         """Read and check the recipe in ``path``; the other arguments replace its values if they are
         given: ``normalizers`` and ``seeds`` of the runs, ``tokens`` of one run, ``data`` the folder
-        of token files, ``sequences`` that a device reads at once.
-
-        Raises RecipeError, with one line per problem.
-        """
+        of token files, ``sequences`` that a device reads at once. Raises RecipeError, with one line
+        per problem."""
         path = Path(path)
         source = read_yaml(path)
         if "checkpoints" in source.values:

@@ -83,11 +83,9 @@ def unreadable(store: Store) -> Mapping[str, str]:
 
 
 class Results:
-    """Hold one results folder and its comparison.
-
-    Intervals and tests take seconds: a thread computes them for one ``version`` of the folder after
-    another, and ``overview`` says whether it has them.
-    """
+    """Hold one results folder and its comparison. Intervals and tests take seconds: a thread
+    computes them for one ``version`` of the folder after another, and ``overview`` says whether it
+    has them."""
 
     def __init__(self, store: Store, *, texts: Texts | None = None) -> None:
         self.store = store
@@ -150,11 +148,8 @@ class Results:
 
     def payload(self, name: str, *, wait: bool = False) -> Json:
         """Return the payload ``name``, such as overview or cell/3. ``wait``: until intervals and
-        tests are computed.
-
-        Raises KeyError for an unknown name, or a cell or task that does not exist; ResultsError for
-        records that cannot be read.
-        """
+        tests are computed. Raises KeyError for an unknown name, or a cell or task that does not
+        exist; ResultsError for records that cannot be read."""
         kind, *indexes = name.split("/")
         try:
             numbers = [int(index) for index in indexes]

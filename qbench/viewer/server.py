@@ -134,11 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
     """Write ``index.html``, its assets and all data into ``folder``; return the paths, the page
-    first. Data are scripts: a page from a disk may load no other files.
-
-    Raises ResultsError, before anything is written, if results have no manifest or are damaged;
-    OutputError if the folder cannot be written to.
-    """
+    first. Data are scripts: a page from a disk may load no other files. Raises ResultsError, before
+    anything is written, if results have no manifest or are damaged; OutputError if the folder
+    cannot be written to."""
     for folder_results in results:
         require_intact(folder_results.store)
     page = asset("index.html").replace("<html ", '<html data-source="files" ', 1)

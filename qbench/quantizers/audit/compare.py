@@ -58,12 +58,9 @@ def independence(
 ) -> tuple[BatchDependence, BatchDependence, list[str]]:
     """Measure how far logits of ``quantized`` depend on later tokens, and on the other rows of a
     batch; return both, and a line per dependence that ``config`` does not declare. ``original`` is
-    measured too if rounding might explain it.
-
-    ``probe``: token ids [B ≥ 2, T], and ``known`` its logits. In the context ``row_by_row(model)``
-    no row of its attention changes the last bits of another, as rows of a kernel's tile may; what
-    it yields is true if it changes nothing.
-    """
+    measured too if rounding might explain it. ``probe``: token ids [B ≥ 2, T], and ``known`` its
+    logits. In the context ``row_by_row(model)`` no row of its attention changes the last bits of
+    another, as rows of a kernel's tile may; what it yields is true if it changes nothing."""
     length = probe.shape[1]
     lengths = sorted({max(1, n) for n in (length - CUT, length // 2, length // 4)})
     # Where activations are rounded to few bits, rounding alone moves every token as far.
@@ -115,10 +112,8 @@ def independence(
 def _moved_by_length(base: Tensor, other_shapes: list[Tensor], dtype: torch.dtype) -> float:
     """Return the largest difference between the logits ``base`` [B, T, V] and those of the same
     texts without their last tokens; 0 if rounding in other shapes, in ``dtype``, explains it.
-
     ``other_shapes``: the logits [1, T, V] of the first row in a batch of its own, then those of the
-    shortened texts, [B, < T, V]; may be empty.
-    """
+    shortened texts, [B, < T, V]; may be empty."""
 
     def share(logits: Tensor, expected: Tensor) -> float:
         """Return the share of tokens whose logits differ by more than rounding."""
@@ -195,13 +190,10 @@ def audit(
     progress: Advance = lambda done, total: None,
 ) -> Audit:
     """Compare ``quantized`` with its ``original``, on one device. The original may be changed: do
-    not use it afterwards.
-
-    ``probe``: token ids [B, T] of a text on which quantization must move the logits.
-    ``row_by_row``: a context in which no row of a model's attention changes the last bits of
-    another. ``progress(done, total)`` is called as layers are measured. The result's ``passed`` is
-    False if a check fails, and ``problems`` has a line per failed check.
-    """
+    not use it afterwards. ``probe``: token ids [B, T] of a text on which quantization must move the
+    logits. ``row_by_row``: a context in which no row of a model's attention changes the last bits
+    of another. ``progress(done, total)`` is called as layers are measured. The result's ``passed``
+    is False if a check fails, and ``problems`` has a line per failed check."""
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
     ours, theirs = (model.config.get_text_config().to_dict() for model in (original, quantized))
@@ -293,12 +285,10 @@ def stored_size(
     modules: Iterable[ModuleAudit],
 ) -> StoredSize:
     """Return the stored size of ``original``, whose matrices are ``originals``, with the audited
-    ``modules`` in their place; for a published copy the size of its files, None if not counted.
-
-    A weight's bits are those of all tensors kept for its matrix, codes, scales, zeros, codebooks
-    and indices, over the numbers of the unquantized matrix; matrices outside embeddings and LM
-    head, unquantized ones counted with the bits that they take. Biases and norms count in GiB only.
-    """
+    ``modules`` in their place; for a published copy the size of its files, None if not counted. A
+    weight's bits are those of all tensors kept for its matrix, codes, scales, zeros, codebooks and
+    indices, over the numbers of the unquantized matrix; matrices outside embeddings and LM head,
+    unquantized ones counted with the bits that they take. Biases and norms count in GiB only."""
     if weights is not None and weights.prequantized:
         return weights.size
     head = original.get_output_embeddings()

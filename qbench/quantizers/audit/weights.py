@@ -209,11 +209,8 @@ def _changed_others(
 ) -> tuple[list[str], list[str]]:
     """Compare the parameters that are not weight matrices. Return a line per changed embedding or
     LM head and per bias that the original lacks; and a line per changed norm or other bias, which
-    may differ if factors were moved into them.
-
-    A published copy may hold all of them in another dtype, and embeddings and LM head rounded as
-    its quantized layers, ``stored``, are.
-    """
+    may differ if factors were moved into them. A published copy may hold all of them in another
+    dtype, and embeddings and LM head rounded as its quantized layers, ``stored``, are."""
     weights, before, after = config.weights, others(original), others(quantized)
     copied = weights is not None and weights.prequantized
     whose = "what the transform makes of the original" if config.transform else "the original's"

@@ -36,11 +36,9 @@ Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
 @settings
 class SmoothQuant(Settings):
     """Divides inputs of linear layers by a scale per channel, and multiplies their weights by it.
-
     The scales of q, k, v and of gate and up go into the norm before them, those of o_proj into
     v_proj, those of down_proj into up_proj. All four keep the function: attention weights and the
-    gate multiply a channel of values, or of up_proj, without mixing it with others.
-    """
+    gate multiply a channel of values, or of up_proj, without mixing it with others."""
 
     kind: ClassVar = "transform"
     backend: ClassVar[str] = "smoothquant"
@@ -64,12 +62,10 @@ class SmoothQuant(Settings):
 @register("rotation", "the residual stream in a Hadamard basis, as QuaRot: outliers spread out")
 @settings
 class Rotation(Settings):
-    """Rotates the residual stream by a Hadamard matrix with random signs.
-
-    Norms' weights go into the layers after them; embeddings, linear layers and the LM head are
-    rotated offline. The paper's Hadamard across heads before o_proj is left out: o_proj sees
-    values that are rotated within their heads.
-    """
+    """Rotates the residual stream by a Hadamard matrix with random signs. Norms' weights go into
+    the layers after them; embeddings, linear layers and the LM head are rotated offline. The
+    paper's Hadamard across heads before o_proj is left out: o_proj sees values that are rotated
+    within their heads."""
 
     kind: ClassVar = "transform"
     backend: ClassVar[str] = "rotation"

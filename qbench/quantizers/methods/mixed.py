@@ -49,10 +49,8 @@ def _layers(value: Any) -> tuple[tuple[str, WeightSettings], ...]:
 class Mixed(WeightSettings):
     """Gives each linear layer the settings of the first pattern that matches its name. LM head and
     embeddings are quantized if a pattern is their full name; a shared matrix has the LM head's.
-
     GPTQ calibrates with the layers of other methods unquantized. ``num_bits`` is the most that a
-    layer has; records state the bits per weight that are stored.
-    """
+    layer has; records state the bits per weight that are stored."""
 
     method: ClassVar[str] = "mixed"
     title: ClassVar[str] = "Mixed weights"
