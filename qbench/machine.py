@@ -392,8 +392,8 @@ def import_transformers() -> None:
     (for saving models), scikit-learn (for assisted decoding), SciPy (for losses of detectors),
     what reads images and sound (TorchVision imports torch's compiler), the compiler itself and
     tensors over several machines. They take half of the time. The search of all installed files for
-    flash-attn is skipped too, and its own files are read once. TorchVision and TorchAudio stay
-    missing for transformers: it decides once which classes there are, and must not find them then.
+    flash-attn is skipped too. TorchVision and TorchAudio stay missing for transformers: it decides
+    once which classes there are, and must not find them then.
     """
     from unittest.mock import patch  # slow to import
 
@@ -416,7 +416,6 @@ def import_transformers() -> None:
     lookup = nullcontext() if flash else patch.object(metadata, "packages_distributions", dict)
     try:
         with lookup, patch.object(torch.distributed, "is_available", lambda: False):
-            _read_models_once()
             for name in ("modeling_utils", "generation.utils", "models.llama.modeling_llama"):
                 importlib.import_module(f"transformers.{name}")
     finally:
@@ -426,22 +425,6 @@ def import_transformers() -> None:
         utils = importlib.import_module("transformers.utils")
         for name in UNUSED:
             getattr(utils, f"is_{name}_available").cache_clear()
-
-
-def _read_models_once() -> None:
-    """Have transformers read the files of its models once, and each from its ``__all__`` on. It
-    reads 3,300 files for their names when it is imported, twice, line by line, and keeps 128."""
-    spec = importlib.util.find_spec("transformers")
-    if "transformers" in sys.modules or spec is None:
-        return
-    with suppress(Exception):  # of another version: it reads as it does
-        package = sys.modules["transformers"] = importlib.util.module_from_spec(spec)
-        package.__version__ = version("transformers")
-        utils = importlib.import_module("transformers.utils.import_utils")
-        names, read = utils.fetch__all__, utils.create_import_structure_from_path.__wrapped__
-        utils.fetch__all__ = lambda text: names(text[text.rfind("\n__all__") + 1 :])
-        utils.create_import_structure_from_path = functools.cache(read)
-    del sys.modules["transformers"]  # which is imported whole now
 
 
 def terminal() -> AbstractContextManager[TextIO]:
