@@ -470,8 +470,6 @@ ANSWER_COLUMNS = (
 PROMPT = -1  # position of the row that holds the prompt
 TableName = Literal["outcomes", "responses", "divergences", "answers"]
 TOKENS_KEPT = 32768
-# of columns that records of earlier versions of qbench lack
-RESPONSE_DEFAULTS = {"answer": None, "filter": None, "cut": 0}
 ANSWER_CHARACTERS = 4096
 
 

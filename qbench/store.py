@@ -57,7 +57,6 @@ from qbench.records import (
     KEY_DIGITS,
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
-    RESPONSE_DEFAULTS,
     RUN_AGAIN,
     Analysis,
     AnalysisManifest,
@@ -304,24 +303,15 @@ class Records(Generic[R]):
         folder = self.directory / self.cells / (cell.cell if self.by_cell else "")
         return folder / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
-    def put(
-        self,
-        record: R,
-        outcomes: pd.DataFrame | None = None,
-        responses: pd.DataFrame | None = None,
-        divergences: pd.DataFrame | None = None,
-        answers: pd.DataFrame | None = None,
-    ) -> R:
-        """Write a record and its tables, whose columns must be ``COLUMNS`` (else AssertionError);
-        return the record with the tables' checksums.
+    def put(self, record: R, *tables: pd.DataFrame | None, **by_name: pd.DataFrame | None) -> R:
+        """Write a record and its tables, in the order of ``COLUMNS`` or by name there, each with
+        these columns (else AssertionError); return the record with the tables' checksums.
 
         The record is written last. Tables of this record that are not passed are deleted.
         """
-        tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences,
-                  "answers": answers}  # fmt: skip
         payloads = {
             name: _parquet(table, COLUMNS[name])
-            for name, table in tables.items()
+            for name, table in (dict(zip(COLUMNS, tables, strict=False)) | by_name).items()
             if table is not None
         }
         if hasattr(record, "files"):
@@ -386,16 +376,12 @@ class Records(Generic[R]):
         return DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
 
     def table(self, record: Record, name: Table) -> pd.DataFrame:
-        """Return a table of ``record`` with the columns ``COLUMNS[name]``; columns that earlier
-        versions did not write have their defaults. Raises DamagedError if the file is missing or
-        changed, or lists a document of a metric twice."""
+        """Return a table of ``record`` with the columns ``COLUMNS[name]``. Raises DamagedError if
+        the file is missing or changed, or lists a document of a metric twice."""
         file, _ = self._file(record, name)
         table = file.read(use_threads=False).to_pandas(use_threads=False)
         if name == "outcomes" and table.duplicated(["task", "metric", "document"]).any():
             raise self._listed_twice(record)
-        for column, value in RESPONSE_DEFAULTS.items() if name == "responses" else ():
-            if column not in table:
-                table[column] = value
         return table
 
     outcomes = partialmethod(table, name="outcomes")

@@ -160,16 +160,9 @@ def check(
 
 def require_same_data(cell: str, before: Record, after: Record) -> None:
     """Raise ResultsError if the records ``before`` and ``after`` of ``cell`` scored different data,
-    by the digests in the records or else in their keys; tasks of one record alone are not compared.
-    """
-    keyed = [record.key_parts.get("tasks") or {} for record in (before, after)]
-    for task in dict.fromkeys([*before.documents, *keyed[0]]):
-        stored = task in before.documents and task in after.documents
-        first, second = (
-            digests.get(task)
-            for digests in ((before.documents, after.documents) if stored else keyed)
-        )
-        if None not in (first, second) and first != second:
+    by their digests; tasks of one record alone are not compared."""
+    for task, digest in before.documents.items():
+        if after.documents.get(task, digest) != digest:
             raise ResultsError(
                 f"{cell}: {task}: definition or data of this task differ between the two results, "
                 "so documents cannot be paired; score both on the same data, or make a new baseline"
