@@ -278,7 +278,8 @@ class Evaluation:
         elif isinstance(self.observer, BaselineWriter):
             states = self.observer.hidden_states()
             self.observer.tasks.clear()  # they are on disk soon
-        report = scorer.report()
+        rolling = task.task.OUTPUT_TYPE == "loglikelihood_rolling"
+        report = scorer.report([task.name] * rolling)
         texts = partial(token_texts, self.tokenizer)
         scored = judge(task, cell.scoring) if answered is None else answered.scored
         tables: dict[Table, pd.DataFrame] = {
@@ -289,7 +290,6 @@ class Evaluation:
             measured = None if divergences is None else distributions(divergences)
             damage = TaskDamage(distributions=measured)
             if divergences is not None and answered is None:
-                rolling = task.task.OUTPUT_TYPE == "loglikelihood_rolling"
                 of_tokens = texts if rolling else None
                 tables["divergences"] = divergence_table(task.name, divergences, of_tokens)
         if answered is not None:

@@ -111,7 +111,8 @@ def compare(
             rows.append(_row(task.name, name, runs[name][each], runs["lm-eval"][each]))
             log(f"{task.name} {name}: {rows[-1]['seconds']:.2f} s")
         rows.append(_row("all", name, runs[name], runs["lm-eval"]))
-        reports[name] = scorer.report().model_dump(mode="json")
+        texts = [t.name for t in tasks if t.task.OUTPUT_TYPE == "loglikelihood_rolling"]
+        reports[name] = scorer.report(texts).model_dump(mode="json")
         return observer
 
     for mode, chosen in settings.items():

@@ -470,14 +470,6 @@ class Outcomes:
     scores: tuple[Score, ...]
 
 
-def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
-    """Score one task with ``model``; return scores and tables. Batches hold requests of this task
-    only. Raises DataError as ``check_documents``, EvaluationError if the model fails or a
-    log-likelihood or a score is not a number."""
-    ask(model, task, prepare(model, task, settings))()
-    return judge(task, settings)
-
-
 Instances = dict[str, list[Any]]  # lm-eval's, by their kind
 
 

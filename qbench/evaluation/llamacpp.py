@@ -14,7 +14,7 @@ import ctypes
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_void_p
 from importlib import metadata, util
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qbench.errors import CheckpointError, EvaluationError, UnavailableError, first_line
-from qbench.evaluation.scoring.batching import Requests, Scored
+from qbench.evaluation.scoring.batching import Scored
 from qbench.evaluation.scoring.forward import (
     LMHead,
     LogitsPart,
@@ -40,7 +40,7 @@ from qbench.evaluation.scoring.forward import (
     Projection,
 )
 from qbench.evaluation.scoring.generate import Prompt, add_noise, generate
-from qbench.evaluation.scoring.scorer import Counts, Scorer, pinned_hflm
+from qbench.evaluation.scoring.scorer import Counts, Scorer, Work, pinned_hflm
 from qbench.evaluation.settings import ScoringSettings
 from qbench.progress import Advance
 from qbench.records import ScoringReport
@@ -336,25 +336,17 @@ class LlamaCppScorer(Scorer):
             longest=self.settings.max_length, progress=self._progress,
         )  # fmt: skip
 
-    def _queue(
-        self,
-        backend: Any,
-        requests: Requests,
-        windows: bool,
-        counts: Counts,
-        observer: Observer | None = None,
-        progress: Advance | None = None,
-    ) -> Callable[[], list[LogLikelihood]]:
-        answers = []
+    def _queue(self, work: Work) -> Callable[[], list[LogLikelihood]]:
+        answers, requests, counts = [], work.requests, work.counts
         first = 0
         texts = np.split(requests.tokens, requests.starts[1:])
         for number, (ids, scored) in enumerate(zip(texts, requests.scored.tolist(), strict=True)):
-            answers.append(self._answer(ids, scored, first, observer))
+            answers.append(self._answer(ids, scored, first, work.observer))
             first += scored
             counts.batches += 1
             counts.tokens += len(ids) - 1
-            if progress is not None:
-                progress(number + 1, len(requests))
+            if work.progress is not None:
+                work.progress(number + 1, len(requests))
         return lambda: answers
 
     def _answer(
@@ -449,7 +441,7 @@ class ExternalScorer(LM):
     loglikelihood_rolling = functools.partialmethod(_call, "loglikelihood_rolling")
     generate_until = functools.partialmethod(_call, "generate_until")
 
-    def report(self) -> ScoringReport:
+    def report(self, rolling: Iterable[str] = ()) -> ScoringReport:
         """Return a report that only says which class of lm-eval scored; its memory is unknown."""
         return ScoringReport(
             mode="lm-eval",

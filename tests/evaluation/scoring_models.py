@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbench.attention.transformers import set_attention
+from qbench.evaluation import evaluate as of_tasks
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
@@ -127,6 +128,12 @@ def watch(model, observer, requests, mode="exact", **changes):
 
 def ask(lm, requests):
     return getattr(lm, requests[0].request_type)(requests, disable_tqdm=True)
+
+
+def evaluate(model, task, chosen) -> of_tasks.Outcomes:
+    """Scores and tables of one task."""
+    of_tasks.ask(model, task, of_tasks.prepare(model, task, chosen))()
+    return of_tasks.judge(task, chosen)
 
 
 def recorded(model, requests, mode="exact") -> BaselineHiddenStates:

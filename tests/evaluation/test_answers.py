@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scoring_models import llama, scorer, settings, text, tokenizer
+from scoring_models import evaluate, llama, scorer, settings, text, tokenizer
 from test_kl import quantized_like
 
 from qbench.comparison.answers import classes
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.answers import answer
-from qbench.evaluation.evaluate import evaluate, load_task
+from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
 from qbench.evaluation.scoring.generate import Prompt, add_noise, decode, decode_by_transformers
 from qbench.evaluation.settings import AnswerSettings

@@ -12,13 +12,12 @@ import pytest
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
-from scoring_models import llama, scorer, settings, text, tokenizer
+from scoring_models import evaluate, llama, scorer, settings, text, tokenizer
 
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.evaluate import (
     ask,
     build_ahead,
-    evaluate,
     group_scores,
     in_turn,
     judge,

@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 import torch
-from scoring_models import scorer
+from scoring_models import evaluate, scorer
 from small_recipe import DEMO, SOFTPICK, run_small
 from tiny import tiny_model
 
 from qbench.comparison.compare import compare
 from qbench.errors import UnavailableError
-from qbench.evaluation.evaluate import evaluate, load_task
+from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.tasks import plan_task
 
 pytestmark = pytest.mark.usefixtures("own_cache")

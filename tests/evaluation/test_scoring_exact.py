@@ -89,17 +89,16 @@ def test_rolling_log_likelihoods_equal_those_of_hflm_to_the_bit(batch_size, bos,
 def test_the_report_says_whether_texts_began_with_bos_and_where_with_two(bos, doubled):
     for lm in both(llama(), bos=bos):
         ask(lm, pages((3, 75)))
-        report = lm.report()
+        report = lm.report(["pages"])
         assert (report.bos, report.doubled_bos) == (bos is not False, doubled)
 
 
 def test_a_report_is_of_the_calls_that_were_waited_for():
-    for lm in both(llama(), bos=True):
-        calls = choices(3), pages((3, 75))
-        begun = [lm.start(requests[0].request_type, requests) for requests in calls]
-        for wait, doubled in zip(begun, ((), ("pages",)), strict=True):
-            wait()
-            assert lm.report().doubled_bos == doubled
+    lm, calls = scorer(llama(), "exact"), (choices(3), choices(5))
+    begun = [lm.start("loglikelihood", requests) for requests in calls]
+    for wait, requests in zip(begun, calls, strict=True):
+        wait()
+        assert lm.report().requests == len(requests)
 
 
 def test_softmax_in_the_models_dtype_is_hflms_default():

@@ -51,7 +51,7 @@ def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens)
 
     def packs_of(requests, batch_tokens):
         packing = Packing(max_length=64, batch_tokens=batch_tokens)
-        return packing.plan(requests, windows=False)
+        return packing.plan(requests)
 
     assert all(pack.requests == 1 for pack in packs_of(windows, 60))
     for requests in (windows, choices_):
@@ -69,7 +69,7 @@ def test_packs_have_no_more_segments_than_a_kernels_grid_takes():
     alike = to_requests((range(5), [i, j, 1], i) for i in range(150) for j in range(120))
     for requests in (many, alike):
         lm = scorer(model, "fast", batch_tokens=200_000)
-        packs = lm.fast.batching.plan(requests, windows=False)
+        packs = lm.fast.batching.plan(requests)
         batches = [pack.collate(requests) for pack in packs]
         segments = [len(batch.cu_seqlens_q) - 1 for batch in batches]
         assert max(segments) * 4 <= 65_535 < sum(segments) * 4
@@ -98,11 +98,11 @@ def test_a_bias_that_could_move_a_headline_fails(kind, amplifies, shift, fails):
     _, fast = scorers(llama(), sample=8, amplifies_rounding=amplifies, max_length=64)
     right = fast._queue
 
-    def biased(backend, requests, *rest):
-        scores, off = right(backend, requests, *rest), shift if backend is fast.fast else 0
+    def biased(work):
+        scores, off = right(work), shift if work.backend is fast.fast else 0
         return lambda: [
             (score + off * count, greedy)
-            for (score, greedy), count in zip(scores(), requests.scored.tolist(), strict=True)
+            for (score, greedy), count in zip(scores(), work.requests.scored.tolist(), strict=True)
         ]
 
     fast._queue = biased

@@ -127,10 +127,10 @@ def test_fast_scores_of_other_classes_are_the_exact_ones(kind, changes, requests
 
 
 def test_rows_hold_as_many_tokens_as_a_pack():
-    requests = to_requests(([1] * (n - 1), [1], i) for i, n in enumerate((3, 21, 9, 9, 9, 2, 50)))
+    parts = [([1] * (n - 1), [1], i) for i, n in enumerate((3, 21, 9, 9, 9, 2, 50))]
     rows = Padding(max_length=40, batch_size=1, window_batch_size=1, batch_tokens=40)
     for windows in (True, False):
-        planned = rows.plan(requests, windows=windows)
+        planned = rows.plan(requests := to_requests(parts, windows=windows))
         shapes = [planned_batch.collate(requests).ids.shape for planned_batch in planned]
         assert shapes == [(1, 40), (2, 20), (2, 2)]  # equal inputs once
 
@@ -190,7 +190,7 @@ def test_packs_of_a_rotated_model_read_the_cache_that_sequences_read(tmp_path):
     )[0]
     alone = [model.model(torch.tensor([ids]), use_cache=False)[0][0, -1] for ids in TEXTS]
     requests = to_requests((ids, [0], i) for i, ids in enumerate(TEXTS))
-    (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
+    (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests)
     batch = pack.collate(requests)
     rows = [batch.rows[batch.scored.row[list(batch.scored.index).index(i)]] for i in range(3)]
     packed = PackedForward(model, model.get_decoder())(batch)[rows]

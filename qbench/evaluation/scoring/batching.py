@@ -45,13 +45,14 @@ class Requests:
     ``tokens`` int32 [N] are those of one request after another, ``lengths`` [R] how many each has:
     first its context, ``contexts`` [R] tokens, then its continuation, which is scored. ``owners``
     [R] are indexes of the lm-eval requests that they belong to; one has several of these if it is
-    cut into rolling windows.
+    cut into rolling ``windows``.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     contexts: np.ndarray
     owners: np.ndarray
+    windows: bool = False
     _plans: dict[Any, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -78,16 +79,19 @@ class Requests:
         """Return the requests ``indexes``, as those of a call of their own."""
         lengths = self.lengths[indexes]
         tokens = self.tokens[_ranges(self.starts[indexes], lengths)]
-        return Requests(tokens, lengths, self.contexts[indexes], self.owners[indexes])
+        owners = self.owners[indexes]
+        return Requests(tokens, lengths, self.contexts[indexes], owners, self.windows)
 
-    def plan(self, batching: Padding | Packing, *, windows: bool) -> list[Any]:
+    def plan(self, batching: Padding | Packing) -> list[Any]:
         """Return ``batching.plan`` of the requests; twice the same object."""
-        if (batching, windows) not in self._plans:
-            self._plans[batching, windows] = batching.plan(self, windows=windows)
-        return self._plans[batching, windows]
+        if batching not in self._plans:
+            self._plans[batching] = batching.plan(self)
+        return self._plans[batching]
 
 
-def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> Requests:
+def to_requests(
+    parts: Iterable[tuple[Sequence[int], Sequence[int], int]], *, windows: bool = False
+) -> Requests:
     """Return a request per (context ids, continuation ids, owner) of ``parts``."""
     tokens, sizes = list[int](), list[tuple[int, int, int]]()
     for context, continuation, owner in parts:
@@ -96,7 +100,7 @@ def to_requests(parts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> Re
         sizes.append((len(context), len(continuation), owner))
     contexts, scored, owners = np.asarray(sizes, dtype=np.int64).reshape(-1, 3).T
     ids = np.frombuffer(array("I", tokens), dtype=np.int32)  # a quarter of NumPy's time for a list
-    return Requests(ids, contexts + scored, contexts, owners)
+    return Requests(ids, contexts + scored, contexts, owners, windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,9 @@ class Counts:
     """What was scored or generated so far. ``tokens`` are those of the batches that were scored,
     padding included; ``truncated`` requests were longer than the context and lost their oldest
     tokens, ``truncated_shares`` are their shares by task; ``graph_error`` says why a step of
-    decoding could not be captured as a CUDA graph. ``rolling``: tasks that score whole texts.
-    ``differences`` of tasks scored fast; ``exact_tasks``: why others were scored exactly;
-    ``transformers_generation``: why a task's answers came from transformers.
+    decoding could not be captured as a CUDA graph. ``differences`` of tasks scored fast;
+    ``exact_tasks``: why others were scored exactly; ``transformers_generation``: why a task's
+    answers came from transformers.
     """
 
     requests: int = 0
@@ -146,7 +150,6 @@ class Counts:
     truncated_shares: dict[str, float] = field(default_factory=dict)
     halvings: int = 0
     graph_error: str | None = None
-    rolling: dict[str, None] = field(default_factory=dict)
     differences: list[DifferenceFromExact] = field(default_factory=list)
     exact_tasks: dict[str, str] = field(default_factory=dict)
     transformers_generation: dict[str, str] = field(default_factory=dict)
@@ -322,11 +325,12 @@ def requests_of(
         else:
             whole = [text for (text,) in texts]
             encoded = encode_texts(tokenizer, whole, add_bos=add_bos, prefix_id=prefix_id)
-            requests = to_requests(
+            parts = (
                 (*make_disjoint_window(each), owner)
                 for owner, ids in enumerate(encoded)
                 for each in get_rolling_token_windows(ids, prefix_id, window, context_len=1)
             )
+            requests = to_requests(parts, windows=True)
         _kept[key] = requests, characters(texts)
         while len(_kept) > 1 and sum(count for _, count in _kept.values()) > KEPT_CHARACTERS:
             del _kept[next(iter(_kept))]
@@ -372,13 +376,13 @@ class Padding:
     rope_limit: int | None = None
     one_length: bool = False
 
-    def plan(self, requests: Requests, *, windows: bool) -> list[PaddedBatch]:
+    def plan(self, requests: Requests) -> list[PaddedBatch]:
         """Return padded batches in HFLM's order, the longest requests first; requests with the same
-        input share a row. Rolling windows (``windows``) are taken in input order, a batch at a
-        time, and sorted within it; not if ``batch_tokens`` is given."""
+        input share a row. Rolling windows are taken in input order, a batch at a time, and sorted
+        within it; not if ``batch_tokens`` is given."""
         size, count, batches = self.batch_size, len(requests), list[PaddedBatch]()
         parts = [range(count)]
-        if windows and self.batch_tokens is None:
+        if requests.windows and self.batch_tokens is None:
             size = self.window_batch_size
             parts = [range(first, min(first + size, count)) for first in range(0, count, size)]
 
@@ -571,9 +575,8 @@ class Packing:
     batch_tokens: int
     segments: int = GRID
 
-    def plan(self, requests: Requests, *, windows: bool) -> list[Pack]:
-        """Return packs of ``requests``, the longest prefix groups first. ``windows``, of
-        ``Padding.plan``, changes nothing."""
+    def plan(self, requests: Requests) -> list[Pack]:
+        """Return packs of ``requests``, the longest prefix groups first."""
         whole = prefix_groups(requests, self.max_length, self.batch_tokens, self.segments)
         firsts, lengths = np.flatnonzero(whole.before == 0), whole.lengths
         each = (lengths, lengths + whole.before, np.ones_like(lengths))  # tokens, keys, segments

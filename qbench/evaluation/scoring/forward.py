@@ -467,7 +467,7 @@ def packing_difference(model: Any, decoder: torch.nn.Module) -> float:
     ids = (np.arange(1, 65) * 7 % len(model.get_input_embeddings().weight)).tolist()
     texts = [(ids[i : i + 6], ids[i + j : i + j + 3]) for i in range(0, 64, 16) for j in (6, 10)]
     requests = to_requests((*pair, owner) for owner, pair in enumerate(texts))
-    [pack] = Packing(max_length=len(ids), batch_tokens=1024).plan(requests, windows=False)
+    [pack] = Packing(max_length=len(ids), batch_tokens=1024).plan(requests)
     batch = pack.collate(requests)
     packed = PackedForward(model, decoder, name=WITH_MASKS)(batch)
     packed = packed[to_device(batch.rows[batch.scored.row], model.device)].float()

@@ -111,7 +111,6 @@ class HFLMScorer(LM):
         super().__init__()
         self.settings = settings
         self.hflm = pinned_hflm(model, tokenizer, settings)
-        self._rolling: dict[str, None] = {}  # tasks that score whole texts
         reset_peak_memory(self.hflm.device.type)
 
     def loglikelihood(
@@ -124,26 +123,12 @@ class HFLMScorer(LM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each request's whole text, by HFLM in batches of
         ``window_batch_size``. Raises EvaluationError if HFLM stops."""
-        return self.start(ROLLING, requests)()
-
-    def start(self, kind: str, requests: list[Any]) -> Callable[[], list[Any]]:
-        """Make a call of the method ``kind``. Return a function that adds it to the report and
-        gives its answers; the next call may be made before. Raises as the method."""
-        if kind != ROLLING:
-            answers = getattr(self, kind)(requests)
-            return lambda: answers
         self.hflm.batch_size_per_gpu = self.settings.window_batch_size
         try:
             score = self.hflm.loglikelihood_rolling
-            sums = self._by_hflm("rolling log-likelihoods", score, requests)
+            return self._by_hflm("rolling log-likelihoods", score, requests)
         finally:
             self.hflm.batch_size_per_gpu = self.settings.batch_size
-
-        def finish() -> list[float]:
-            self._rolling |= {request.task_name: None for request in requests}
-            return sums
-
-        return finish
 
     def _by_hflm(
         self, what: str, score: Callable[..., list[Any]], requests: list[Any]
@@ -163,14 +148,13 @@ class HFLMScorer(LM):
         """Return HFLM's answers as texts, see ``generate_by_hflm``."""
         return generate_by_hflm(self.hflm, requests, Counts())
 
-    def report(self) -> ScoringReport:
-        """Return how the scores since the last report were made, and start a new report."""
-        rolling, self._rolling = self._rolling, {}
-        return report(self.settings, self.hflm, rolling=rolling)
+    def report(self, rolling: Iterable[str] = ()) -> ScoringReport:
+        """Return how scores are made; ``rolling``: tasks that score whole texts."""
+        return report(self.settings, self.hflm, rolling)
 
 
 def report(
-    settings: ScoringSettings, hflm: HFLM, *, rolling: Iterable[str], **counted: Any
+    settings: ScoringSettings, hflm: HFLM, rolling: Iterable[str], **counted: Any
 ) -> ScoringReport:
     """Return the record's report on scoring: the settings, peak memory, and ``counted``, other
     fields of the report. ``rolling``: tasks that score whole texts. lm-eval puts the prefix token
@@ -214,6 +198,18 @@ class Backend:
     batching: Padding | Packing
     forward: PaddedForward | PackedForward
     exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests for a ``backend`` to score, and what counts them, sees their rows, and is told of
+    their progress."""
+
+    backend: Backend
+    requests: Requests
+    counts: Counts
+    observer: Observer | None = None
+    progress: Advance | None = None
 
 
 class Scorer(LM):
@@ -286,13 +282,14 @@ class Scorer(LM):
             self.fast = Backend(batching=batching, forward=forward, exact=False)
         reset_peak_memory(self._device.type)
 
-    def report(self) -> ScoringReport:
-        """Return how the scores since the last report were made, and start a new report."""
+    def report(self, rolling: Iterable[str] = ()) -> ScoringReport:
+        """Return how the scores since the last report were made, and start a new report.
+        ``rolling``: tasks that score whole texts."""
         counted, self._counts = asdict(self._counts), Counts()
         differences = counted.pop("differences")
         if self.settings.mode == "fast":
             counted["difference_from_exact"] = merge_differences(differences)
-        return report(self.settings, self.hflm, **self._batching, **counted)
+        return report(self.settings, self.hflm, rolling, **self._batching, **counted)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
         """Return (log-likelihood in nats, whether greedy) of each request's continuation after its
@@ -310,39 +307,38 @@ class Scorer(LM):
         if kind not in LIKELIHOODS:
             answers = getattr(self, kind)(requests)
             return lambda: answers
-        encoded = self._requests(requests, windows=kind == ROLLING)
-        scores = self.read(requests, encoded, windows=kind == ROLLING)
-        return partial(self._sums, requests, encoded, scores) if kind == ROLLING else scores
+        encoded = self._requests(kind, requests)
+        scores = self.read(requests, encoded)
+        if kind != ROLLING:
+            return scores
 
-    def _sums(
-        self, texts: list[Any], windows: Requests, scores: Callable[[], list[LogLikelihood]]
-    ) -> list[float]:
-        """Return the log-likelihood of each of ``texts``, of whose ``windows`` these are the
-        ``scores``."""
-        sums: list[float] = [0] * len(texts)
-        for owner, (log_likelihood, _) in zip(windows.owners.tolist(), scores(), strict=True):
-            sums[owner] += log_likelihood
-        self._counts.rolling |= {text.task_name: None for text in texts}
-        return sums
+        def add_up() -> list[float]:
+            """Return the log-likelihood of each text, the sum of those of its windows."""
+            sums: list[float] = [0] * len(requests)
+            for owner, (log_likelihood, _) in zip(encoded.owners.tolist(), scores(), strict=True):
+                sums[owner] += log_likelihood
+            return sums
 
-    def _requests(self, instances: Sequence[Any], *, windows: bool = False) -> Requests:
-        """Return the requests of lm-eval's ``instances``, or the rolling windows of their texts."""
+        return add_up
+
+    def _requests(self, kind: str, instances: Sequence[Any]) -> Requests:
+        """Return the requests of lm-eval's ``instances`` for the method ``kind``."""
         return requests_of(
             self.hflm.tokenizer,
             [instance.args for instance in instances],
             add_bos=self.settings.add_bos,
             prefix_id=self.hflm.prefix_token_id,
-            window=self.settings.max_length if windows else None,
+            window=self.settings.max_length if kind == ROLLING else None,
         )
 
     def prepare(self, kind: str, instances: Sequence[Any]) -> None:
         """Encode ``instances`` and plan their batches for the next call of the method ``kind``,
         beside a call of another task. Raises EvaluationError for a request without tokens."""
         if kind in LIKELIHOODS:
-            requests = self._requests(instances, windows=kind == ROLLING)
+            requests = self._requests(kind, instances)
             backend = self.fast or self.exact
             if backend and len(requests):
-                requests.plan(backend.batching, windows=kind == ROLLING)
+                requests.plan(backend.batching)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the answers to lm-eval's requests as texts: decoded in slots, or by HFLM if these
@@ -368,13 +364,12 @@ class Scorer(LM):
         )  # fmt: skip
 
     def read(
-        self, instances: Sequence[Any], requests: Requests, *, windows: bool = False
+        self, instances: Sequence[Any], requests: Requests
     ) -> Callable[[], list[LogLikelihood]]:
         """Queue ``requests``, whose ``owners`` are indexes in lm-eval's ``instances``, all of one
         task, on the device. Return a function that waits for their log-likelihoods and adds the
-        call to the report. ``windows``: they are rolling windows. Either raises EvaluationError if
-        a continuation or all requests are too long, if memory is short, or if fast scores leave the
-        tolerance without ``fallback``."""
+        call to the report. Either raises EvaluationError if a continuation or all requests are too
+        long, if memory is short, or if fast scores leave the tolerance without ``fallback``."""
         if not len(requests):
             return list
         most, task = self.settings.max_length, instances[0].task_name
@@ -394,7 +389,7 @@ class Scorer(LM):
             observer, wait = self._observer, None
             if observer is not None:
                 observer = observer.begin(instances, lengths.tolist(), self.head)
-            queued = self._queue(backend, requests, windows, counts, observer, self._progress)
+            queued = self._queue(Work(backend, requests, counts, observer, self._progress))
             if observer is not None:
                 wait = observer.end()
 
@@ -412,9 +407,9 @@ class Scorer(LM):
         if self.fast is not None:
             # Windows are independent: each costs as much to score exactly as fast
             documents: Sequence[Hashable] = range(len(requests))
-            if not windows:
+            if not requests.windows:
                 documents = [instances[owner].doc_id for owner in requests.owners.tolist()]
-            reasons = self._compare(task, requests, documents, windows, scores, counts)
+            reasons = self._compare(task, requests, documents, scores, counts)
         next(reasons)
 
         def finish() -> list[LogLikelihood]:
@@ -435,7 +430,6 @@ class Scorer(LM):
         task: str,
         requests: Requests,
         documents: Sequence[Hashable],
-        windows: bool,
         fast: Callable[[], Sequence[LogLikelihood]],
         counts: Counts,
     ) -> Iterator[str | None]:
@@ -446,7 +440,9 @@ class Scorer(LM):
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one
         order = random.Random(self.settings.seed).sample(distinct, len(distinct))
-        count = min(self.settings.sample, SAMPLED_WINDOWS if windows else self.settings.sample)
+        count = self.settings.sample
+        if requests.windows:
+            count = min(count, SAMPLED_WINDOWS)
         if not count:
             yield from (None, None)
             return
@@ -454,7 +450,7 @@ class Scorer(LM):
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
-            queued = self._queue(self._reference, requests.take(new), windows, Counts())
+            queued = self._queue(Work(self._reference, requests.take(new), Counts()))
             if not exact:
                 yield None
             scores = fast()
@@ -477,18 +473,11 @@ class Scorer(LM):
         counts.differences.append(difference)
         yield None
 
-    def _queue(
-        self,
-        backend: Backend,
-        requests: Requests,
-        windows: bool,
-        counts: Counts,
-        observer: Observer | None = None,
-        progress: Advance | None = None,
-    ) -> Callable[[], list[LogLikelihood]]:
-        """Score batches of ``requests``, which a GPU may go on with; return a function that waits
-        for the scores, in the order of ``requests``."""
-        plans = requests.plan(backend.batching, windows=windows)
+    def _queue(self, work: Work) -> Callable[[], list[LogLikelihood]]:
+        """Score batches of requests, which a GPU may go on with; return a function that waits for
+        the scores, in the order of the requests."""
+        backend, requests, progress = work.backend, work.requests, work.progress
+        plans = requests.plan(backend.batching)
         parts = [[p] for p in plans]
         if self._stream:
             parts = list(_parts(plans, STATES_BYTES // self._state_bytes))
@@ -499,7 +488,7 @@ class Scorer(LM):
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         # A thread reads the next part while the device computes; one call at a time has it.
         with self._turn, torch.cuda.stream(stream), ThreadPoolExecutor(1) as thread:
-            read = partial(thread.submit, self._read_rows, backend, requests, observer, stream)
+            read = partial(thread.submit, self._read_rows, work, stream)
             following = read(parts[0])
             for part, after in zip(parts, [*parts[1:], None], strict=True):
                 batches, following = following.result, after and read(after)
@@ -509,7 +498,7 @@ class Scorer(LM):
                     if progress is not None:
                         progress(done + round(share * count), len(requests))
 
-                results += self._run(backend, part, batches, requests, counts, observer, tell)
+                results += self._run(work, part, batches, tell)
                 tell(1.0)
                 done += count
         assert sum(len(batch.counts) for batch, _ in results) == len(requests)
@@ -518,20 +507,16 @@ class Scorer(LM):
         return lambda: in_order(results, copied(), exact=backend.exact)
 
     def _read_rows(
-        self,
-        backend: Backend,
-        requests: Requests,
-        observer: Observer | None,
-        stream: torch.cuda.Stream | None,
-        part: Sequence[BatchPlan],
+        self, work: Work, stream: torch.cuda.Stream | None, part: Sequence[BatchPlan]
     ) -> list[tuple[Batch, Any]]:
-        """Return the batches of ``part``, joined if ``backend`` takes them so, each with what
-        ``observer`` reads ahead for it: of a streamed model nothing, since they would not fit the
+        """Return the batches of ``part``, joined if the backend takes them so, each with what the
+        observer reads ahead for it: of a streamed model nothing, since they would not fit the
         device. Copies are queued on ``stream``."""
+        observer = work.observer
         with torch.cuda.stream(stream):
-            batches = [planned.collate(requests) for planned in part]
+            batches = [planned.collate(work.requests) for planned in part]
             least = self._product.rows + 1
-            if isinstance(backend.forward, JoinedForward) and batches[0].ids.size >= least:
+            if isinstance(work.backend.forward, JoinedForward) and batches[0].ids.size >= least:
                 batches = [join(batches)]
             if observer is None or self._stream:
                 return [(batch, None) for batch in batches]
@@ -539,17 +524,15 @@ class Scorer(LM):
 
     def _run(
         self,
-        backend: Backend,
+        work: Work,
         part: Sequence[BatchPlan],
         read: Callable[[], list[tuple[Batch, Any]]],
-        requests: Requests,
-        counts: Counts,
-        observer: Observer | None,
         tell: Callable[[float], None],
     ) -> list[tuple[Batch, RowScores]]:
         """Score batches on the device, and split those that do not fit its memory. The batches
         ``part`` of a streamed model go through its blocks together; if one does not fit, all are
         split. ``read`` gives what ``_read_rows`` does; ``tell(share done)`` is called meanwhile."""
+        backend, observer, counts = work.backend, work.observer, work.counts
         by_kernel, at_once = self._by_kernel and not backend.exact, self._rows_at_once
         at_once *= self._more_by_kernel if by_kernel else 1
         try:
@@ -600,8 +583,8 @@ class Scorer(LM):
         parts = [halves] if self._stream else [[half] for half in halves]
         results = []
         for smaller in parts:
-            read = partial(self._read_rows, backend, requests, observer, None, smaller)
-            results += self._run(backend, smaller, read, requests, counts, observer, tell)
+            read = partial(self._read_rows, work, None, smaller)
+            results += self._run(work, smaller, read, tell)
         return results
 
 
