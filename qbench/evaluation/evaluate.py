@@ -240,8 +240,8 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
         raise DataError(f"{line}; {remedy} the task out") from error
     if definition_digest(read_definition(spec.definition)) != spec.definition_digest:
         raise DataError(
-            f"{spec.name}: its definition, {spec.definition} or the code beside it, changed "
-            "after this run began; run again"
+            f"{spec.name}: its definition, {spec.definition}, or the code or data that it names, "
+            "changed after this run began; run again"
         )
     if spec.hub_data is not None:  # without the hub, datasets takes another commit's copy
         files = [file["filename"] for part in task.dataset.values() for file in part.cache_files]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import glob
 import hashlib
 import importlib.util
 import json
@@ -25,7 +26,7 @@ import yaml
 from qbench import hub
 from qbench.errors import DataError, MissingDataError, RecipeError
 from qbench.evaluation.settings import AnswerSettings
-from qbench.files import digest, file_digest
+from qbench.files import digest, file_digest, kept_digest
 from qbench.records import ANSWERS
 
 NAMES = re.compile(
@@ -58,8 +59,8 @@ def read_definition(path: Path) -> dict[str, Any]:
 
 
 def definition_digest(definition: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a definition and of the Python files beside it that its functions are
-    in or may call; their folder's path plays no part."""
+    """Return the SHA-256 of a definition, of the Python files beside it that its functions are in
+    or may call (their folder's path plays no part), and of the local data files that it names."""
     todo, folders = [definition], set()
     while todo:
         value = todo.pop()
@@ -71,7 +72,26 @@ def definition_digest(definition: Mapping[str, Any]) -> str:
     total = hashlib.sha256(json.dumps(definition, sort_keys=True, default=str).encode())
     for path in sorted({file for folder in folders for file in folder.glob("*.py")}):
         total.update(f"{path.name} {file_digest(path)}\n".encode())
+    for path in _named_data(definition):
+        total.update(f"{kept_digest(path, file_digest)}\n".encode())
     return total.hexdigest()
+
+
+def _named_data(definition: Mapping[str, Any]) -> list[Path]:
+    """Return the local files that ``definition`` has ``datasets`` read, sorted: those of
+    ``data_files``, or else all below ``dataset_path`` or ``data_dir``. Those of the hub are none."""
+    source, kwargs = definition.get("dataset_path"), definition.get("dataset_kwargs") or {}
+    if not isinstance(source, str) or not (source in LOCAL_FORMATS or Path(source).exists()):
+        return []
+    folder = Path("" if source in LOCAL_FORMATS else source, kwargs.get("data_dir") or "")
+    todo, found = [kwargs.get("data_files") or ("**" if folder.parts else [])], set[str]()
+    while todo:
+        value = todo.pop()
+        if isinstance(value, str):
+            found.update(glob.glob(str(folder / value), recursive=True))
+        elif isinstance(value, dict | list):
+            todo += value.values() if isinstance(value, dict) else value
+    return [path for path in map(Path, sorted(found)) if path.is_file()]
 
 
 def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:

@@ -137,6 +137,25 @@ def test_what_was_edited_after_planning_is_refused(tmp_path, edit):
     assert plan_task("mine", data=data, definitions=definitions).digest != one.digest
 
 
+@pytest.mark.parametrize("named", ["data_files", "data_dir", "dataset_path"])
+def test_local_data_that_the_definition_names_are_part_of_its_digest(tmp_path, named):
+    path = write(tmp_path, "data", "test", [{"question": "a", "answer": "b"}])
+    kwargs = {"data_files": {"test": [str(path)]}, "data_dir": str(path.parent)}.get(named)
+    text = MINE.replace("!function code.target", "answer")
+    if kwargs is None:
+        text = text.replace("dataset_path: json", f"dataset_path: {path.parent}")
+    else:
+        text += f"dataset_kwargs: {json.dumps({named: kwargs})}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    one = plan_task("mine", data=None, definitions=tmp_path)
+    assert len(load_task(one).task.eval_docs) == 1
+    load_task.cache_clear()
+    write(tmp_path, "data", "test", [{"question": "a", "answer": "c"}])
+    assert plan_task("mine", data=None, definitions=tmp_path).digest != one.digest
+    with pytest.raises(DataError, match=r"mine.* changed after this run began; run again"):
+        load_task(one)
+
+
 MINE = """
 task: mine
 dataset_path: json
