@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -472,10 +473,11 @@ def redirected(log: Path) -> Iterator[None]:
 def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
     """Call ``work``; all that it and its libraries print goes to the file ``log``. Returns None, or
     one line on why it failed; a call of ``sys.exit`` counts as a failure. If the GPU then refuses
-    further work, ``broken_device`` returns the reason from now on."""
+    further work, ``broken_device`` returns the reason from now on. Threads take turns: file
+    descriptors and torch's default dtype belong to the whole process."""
     global _broken_device
     error = None
-    with redirected(log):
+    with _turn, redirected(log):
         try:
             work()
         except (Exception, SystemExit) as problem:
@@ -492,6 +494,7 @@ def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
     return error
 
 
+_turn = threading.Lock()
 _broken_device: str | None = None
 
 

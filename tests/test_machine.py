@@ -1,5 +1,8 @@
 """What this host computes on, asked of NVML: here of one that says what a test wants."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pynvml
@@ -142,3 +145,25 @@ def test_whatever_ends_a_cells_work_is_one_line(tmp_path, error, line):
         raise error
 
     assert machine.attempt(work, tmp_path / "log", "cpu") == line
+
+
+def test_threads_attempt_one_after_the_other(tmp_path, capfd):
+    """They share file descriptors, which go to a cell's log, and torch's default dtype."""
+    at_work = []
+
+    def work(name):
+        at_work.append(name)
+        print(name)
+        time.sleep(0.02)
+        assert at_work == [name]
+        at_work.remove(name)
+
+    with ThreadPoolExecutor(4) as threads:
+        jobs = [
+            threads.submit(machine.attempt, partial(work, f"cell {i}"), tmp_path / str(i), "cpu")
+            for i in range(4)
+        ]
+        assert [job.result() for job in jobs] == [None] * 4
+    assert [(tmp_path / str(i)).read_text() for i in range(4)] == [f"cell {i}\n" for i in range(4)]
+    print("shown")
+    assert capfd.readouterr().out == "shown\n"
