@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from contextlib import suppress
 
@@ -18,6 +19,11 @@ ELSEWHERE = {"--cluster", "--help"}  # words of a command that starts no process
 def main() -> None:
     """Run the command line, and end the process with its exit code."""
     tidy_memory_seldom()
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        if getattr(sys, name) is None:  # closed, as a daemon's
+            os.set_inheritable(os.dup2(os.open(os.devnull, os.O_WRONLY), number), True)
+            setattr(sys, name, os.fdopen(number, "w"))
+    sys.stdout.reconfigure(errors="replace")  # an encoding other than UTF-8 lacks − and …
     try:
         if sys.argv[1:2] == ["run"] and not ELSEWHERE & {*sys.argv}:
             from qbench.runner.workers import start_early
@@ -39,6 +45,7 @@ def _end(code: int) -> None:
     """Run exit functions, flush output (if that fails, code 0 becomes 1) and end this process with
     exit code ``code``; after Ctrl-C kill its children first. Python's own end would wait a second
     for libraries' threads and garbage, or abort."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C
     if workers := sys.modules.get("qbench.runner.workers"):
         workers.drop_early()  # else this process waits until it has imported all
     if code == INTERRUPTED:

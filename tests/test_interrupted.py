@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -177,10 +178,11 @@ def test_a_run_that_is_killed_leaves_no_process(tmp_path):
 
 
 AT_ITS_END = """
-import sys, threading
-sys.argv = ["qbench", "--version"]
+import os, signal, sys, threading
+sys.argv = ["qbench", *sys.argv[1:]]
 threading.Thread(target=threading.Event().wait).start()  # as a library's that nobody ends
 import atexit; atexit.register(print, "cleaned up")
+atexit.register(os.kill, os.getpid(), signal.SIGINT)  # a second Ctrl-C
 from qbench.__main__ import main
 main()
 """
@@ -188,8 +190,17 @@ main()
 
 def test_a_command_ends_whatever_threads_its_libraries_left(tmp_path):
     """Python would wait for them, and C++ abort the process."""
-    done = subprocess.run([sys.executable, "-c", AT_ITS_END], cwd=ROOT, capture_output=True,
-                          text=True, timeout=60)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", AT_ITS_END, "--version"], cwd=ROOT,
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0].startswith("qbench ")
     assert done.stdout.splitlines()[1] == "cleaned up"
+
+
+@pytest.mark.parametrize("closed", ["", " >&-", " 2>&-"])
+def test_closed_and_latin_1_output_is_no_error(closed):
+    command = f"{shlex.quote(sys.executable)} -m qbench list quantizers{closed}"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60,
+                          env={**os.environ, "PYTHONIOENCODING": "latin-1"})  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert bool(done.stdout) == (closed != " >&-")

@@ -246,6 +246,7 @@ def test_a_run_that_is_refused_leaves_no_process_to_wait_for(early, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["qbench", "run", str(tmp_path / "gone.yaml")])
     monkeypatch.setattr(atexit, "_run_exitfuncs", list)
     monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Ctrl-C ends pytest as before
     with pytest.raises(SystemExit, match="2"):
         main()
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in early))
