@@ -79,7 +79,7 @@ def definition_digest(definition: Mapping[str, Any]) -> str:
 
 def _named_data(definition: Mapping[str, Any]) -> list[Path]:
     """Return the local files that ``definition`` has ``datasets`` read, sorted: those of
-    ``data_files``, or else all below ``dataset_path`` or ``data_dir``. Those of the hub are none."""
+    ``data_files``, or else all below ``dataset_path`` or ``data_dir``; none of the hub."""
     source, kwargs = definition.get("dataset_path"), definition.get("dataset_kwargs") or {}
     if not isinstance(source, str) or not (source in LOCAL_FORMATS or Path(source).exists()):
         return []
