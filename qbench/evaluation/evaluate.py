@@ -29,7 +29,6 @@ import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset, DatasetDict
-from datasets.features.features import require_decoding
 from jinja2 import Template
 from lm_eval import utils
 from lm_eval.api.metrics import (
@@ -117,7 +116,7 @@ class TemplateTask(ConfigurableTask):
         # whether its requests do not depend on earlier random draws
         self.draws_nothing = not self.has_code and not self.config.num_fewshot
         if not self.has_code:  # code might change a document
-            self._documents = rows_of(super().eval_docs)
+            self._documents = list(super().eval_docs)
             self._made = {id(document): {} for document in self._documents}
 
     @property
@@ -158,15 +157,6 @@ class TemplateTask(ConfigurableTask):
             self._built = settings
         for instance in self.instances:
             instance.resps, instance.filtered_resps = [], {}
-
-
-def rows_of(documents: Any) -> list[dict[str, Any]]:
-    """Return lm-eval's documents as a list: those of a data set that need no decoding, as images
-    do, all at once, which takes a twentieth of the time."""
-    plain = isinstance(documents, Dataset) and documents.format["type"] is None
-    if plain and not any(map(require_decoding, documents.features.values())):
-        return documents.to_list()
-    return list(documents)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

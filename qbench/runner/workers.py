@@ -111,11 +111,9 @@ class Workers(Executor):
             _shares.clear()
         # transformers starts the GPU's driver when it is imported, and no fork can use it then
         self._forked = device == "cpu" and _start_server(len(slots))
-        share = partial(_share, len(slots))
         _start_tracker()
-        self._ended = threading.Event()
         method = "forkserver" if self._forked else "spawn"
-        self._new_slot = partial(_Slot, method=method, ended=self._ended, share=share)
+        self._new_slot = partial(_Slot, method=method, processes=len(slots))
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         self._slots: list[_Slot] = []
         self._threads = Threads(len(slots), thread_name_prefix="slot")
@@ -126,7 +124,6 @@ class Workers(Executor):
         ``start_early``."""
         for gpu in gpus:
             slot = _early.pop() if gpu == 0 and _early else self._new_slot(gpu)
-            slot._ended = self._ended
             self._slots.append(slot)
             self._free.put(slot)
 
@@ -170,20 +167,17 @@ class Workers(Executor):
         """Wait for running and waiting calls, then end the processes. With ``cancel_futures``, or
         without ``wait``, processes are killed at once: running calls raise BrokenExecutor."""
         self._threads.shutdown(wait=wait and not cancel_futures, cancel_futures=cancel_futures)
-        self._ended.set()
         for slot in self._slots:
             slot.kill()
 
 
 class _Slot:
-    """A pool of one process, replaced when the process dies. ``share`` is the context in which
-    it starts."""
+    """A pool of one process, one of ``processes`` that share the cores; replaced when the process
+    dies, until the slot is killed."""
 
-    def __init__(
-        self, gpu: int | None, *, method: str, ended: threading.Event,
-        share: Callable[[], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
-        self.gpu, self._method, self._ended, self._share = gpu, method, ended, share
+    def __init__(self, gpu: int | None, *, method: str, processes: int) -> None:
+        self.gpu, self._method, self._of = gpu, method, processes
+        self._killed = False
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
 
@@ -212,22 +206,24 @@ class _Slot:
 
     def _start(self) -> ProcessPoolExecutor:
         """Return a new pool of one process. Raises BrokenExecutor if the run has ended."""
-        if self._ended.is_set():
+        if self._killed:
             raise BrokenExecutor("the run was ended")
         pool = ProcessPoolExecutor(
             1, mp_context=get_context(self._method), initializer=begin,
             initargs=(self.gpu,),
         )  # fmt: skip
         # one at a time, to tell the processes of slots apart
-        with _starting, interrupts_blocked(), self._share():
+        with _starting, interrupts_blocked(), _share(self._of):
             before = set(active_children())
             pool.submit(os.getpid)
             self._processes = set(active_children()) - before
-        if self._ended.is_set():
+        if self._killed:  # meanwhile
             self.kill()
         return pool
 
     def kill(self) -> None:
+        """End the slot's process; no other is started."""
+        self._killed = True
         for process in self._processes:
             process.kill()
 
@@ -244,8 +240,7 @@ def start_early(words: Sequence[str]) -> None:
     Whoever calls this calls ``drop_early`` at the end."""
     if "cpu" not in words and visible_gpus():
         _start_tracker()
-        share = partial(_share, CELLS_PER_GPU)
-        slot = _Slot(0, method="spawn", ended=threading.Event(), share=share)
+        slot = _Slot(0, method="spawn", processes=CELLS_PER_GPU)
         slot._pool = slot._start()
         slot._pool.submit(preload)
         _early.append(slot)

@@ -4,11 +4,10 @@ import json
 import shutil
 
 import pytest
-from datasets import ClassLabel, Dataset, Features, Image, Value
 from small_recipe import DEMO
 
 from qbench.errors import DataError
-from qbench.evaluation.evaluate import check_documents, load_task, rows_of
+from qbench.evaluation.evaluate import check_documents, load_task
 from qbench.evaluation.tasks import plan_task
 
 COPA = {
@@ -117,15 +116,3 @@ def test_documents_that_cannot_be_scored_are_refused(tmp_path, task, split, row,
     good = dict(next(good[2] for good in GOOD if good[0] == task))
     with pytest.raises(DataError, match=words):
         check_documents(loaded(tmp_path, task, split, [good, row])[0])
-
-
-def test_documents_of_a_data_set_are_those_that_it_gives_one_by_one():
-    """Nested, with missing values, chosen in another order, and pictures, which are decoded."""
-    kept = {"label": ClassLabel(names=["no", "yes"]), "tags": [{"name": Value("string")}]}
-    rows = [{"label": 1, "tags": [{"name": "a"}]}, {"label": 0, "tags": None}]
-    documents = Dataset.from_list(rows, features=Features(kept)).select([1, 0, 1])
-    assert rows_of(documents) == list(documents)
-    assert rows_of(documents.with_format("numpy"))[0]["label"].dtype == "int64"
-    pictures = Dataset.from_list([{"image": None}], features=Features(image=Image()))
-    assert rows_of(pictures) == list(pictures)
-    assert rows_of(iter(rows)) == rows
