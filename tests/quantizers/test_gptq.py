@@ -18,8 +18,8 @@ from qbench.quantizers.quantize import quantize, shapes_of
 
 # Columns of one block: rows, columns, bits, groups, what is odd
 BLOCKS = [
-    (6, 32, 4, 1, ""),
-    (7, 32, 8, 8, ""),
+    (6, 16, 4, 1, ""),
+    (7, 16, 8, 8, ""),
     (4, 16, 2, 2, "asymmetric"),
     (5, 24, 3, 4, ""),
     (4, 16, 4, 1, "large"),  # far outside the grid
