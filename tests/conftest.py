@@ -108,15 +108,6 @@ def command(monkeypatch):
     return run
 
 
-@pytest.fixture(scope="session")
-def two_blocks(tmp_path_factory):
-    """The first two blocks of the bundled softpick model, whose cells take less time."""
-    from published_copies import first_blocks
-    from small_recipe import DEMO
-
-    return first_blocks(DEMO / "softpick", tmp_path_factory.mktemp("blocks") / "softpick")
-
-
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """Quantized weights and kept rows of one test alone."""

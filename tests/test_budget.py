@@ -14,7 +14,7 @@ import pytest
 import torch
 from loading import load_model
 from published_copies import copy_of, first_blocks, original
-from small_recipe import DEMO, qbench
+from small_recipe import DEMO, blocks, qbench
 from tiny import tiny_model
 
 from qbench.analysis import sensitivity
@@ -212,8 +212,8 @@ def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float
 
 
 @pytest.fixture
-def checkpoint(two_blocks):
-    return "--checkpoint", f"m={two_blocks}"
+def checkpoint():
+    return "--checkpoint", f"m={blocks('softpick')['softpick']}"
 
 
 @pytest.mark.usefixtures("own_cache")

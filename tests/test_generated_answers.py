@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from small_recipe import DEMO, SOFTPICK, qbench, run_small
+from small_recipe import DEMO, blocks, qbench, run_small
 
 from qbench.cli.view import document_texts
 from qbench.errors import DataError
@@ -45,7 +45,7 @@ def ran(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QBENCH_CACHE", str(folder / "cache"))
         return run_small(
-            folder, checkpoints=SOFTPICK, tasks=["sums", "passkey_256", "demo_lastword"],
+            folder, checkpoints=blocks("softpick"), tasks=["sums", "passkey_256", "demo_lastword"],
             definitions=str(tasks), data=str(folder / "data"),
         ).directory  # fmt: skip
 

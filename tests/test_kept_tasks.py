@@ -4,7 +4,7 @@ import time
 
 import pandas as pd
 import pytest
-from small_recipe import DEMO, SOFTPICK, run_small, small_recipe
+from small_recipe import blocks, run_small, small_recipe
 
 import qbench.cell_tasks
 from qbench.evaluation import kl_observer
@@ -18,7 +18,7 @@ TASKS = ("demo_choice", "demo_lastword", "demo_pages")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, two_blocks):
+def run(tmp_path, monkeypatch):
     """Run tasks in a cache; return the records and the (cell, task) pairs that were scored."""
     scored = []
     ask = qbench.cell_tasks.ask
@@ -35,7 +35,7 @@ def run(tmp_path, monkeypatch, two_blocks):
         run_tasks.killed = killed
         scored.clear()
         recipe = small_recipe(
-            tmp_path, tasks=list(tasks), checkpoints={"a": str(two_blocks)},
+            tmp_path, tasks=list(tasks), checkpoints={"a": blocks("softpick")["softpick"]},
             evaluation={"limit": 2}, quantizers=["fp32", "rtn-4bit"],
         )  # fmt: skip
         planned = plan(Recipe.load(recipe), device="cpu")
@@ -92,10 +92,13 @@ def test_tasks_that_wait_for_a_slow_device_give_the_same(run, tmp_path, monkeypa
 @pytest.mark.usefixtures("own_cache")
 def test_tasks_of_a_cell_whose_key_another_folder_has_are_not_scored_again(tmp_path, capfd):
     """Under another name of the checkpoint and of its precision too."""
-    run_small(tmp_path, "--out", tmp_path / "first", tasks=["demo_lastword"], checkpoints=SOFTPICK)
+    one, last = blocks("softpick"), {"tasks": ["demo_lastword"]}
+    run_small(tmp_path, "--out", tmp_path / "first", checkpoints=one, **last)
     quantizers = ["fp32", {"name": "rtn-4bit", "group_size": 64, "label": "other"}]
-    run_small(tmp_path, "--out", tmp_path / "second", tasks=["demo_lastword"],
-              checkpoints={"mine": str(DEMO / "softpick")}, quantizers=quantizers)  # fmt: skip
+    mine = {"mine": one["softpick"]}
+    run_small(
+        tmp_path, "--out", tmp_path / "second", checkpoints=mine, quantizers=quantizers, **last
+    )
     assert "mine/other: demo_lastword is taken from the cache" in capfd.readouterr().err
     stores = [Store(tmp_path / name) for name in ("first", "second")]
     theirs, ours = (store.records()[-2:] for store in stores)

@@ -2,10 +2,11 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 from loading import save_as_transformers
-from small_recipe import DEMO, qbench, run_small
+from small_recipe import DEMO, blocks, qbench, run_small
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError
@@ -16,19 +17,19 @@ from qbench.store import Store
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, two_blocks):
+def results(tmp_path_factory):
     """Softmax beside the toy normalizer, unquantized and at one bit, to tables."""
     for name in ("toy_normalizer", "toy_quantizer"):
         importlib.import_module(f"plugins.{name}")
     folder = tmp_path_factory.mktemp("plugins")
     toy = folder / "toy"
-    save_as_transformers(two_blocks, toy)
+    save_as_transformers(Path(blocks("softpick")["softpick"]), toy)
     config = json.loads((toy / "config.json").read_text())
     (toy / "config.json").write_text(json.dumps(config | {"qbench_normalizer": "toy"}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QBENCH_CACHE", str(folder / "cache"))
         return run_small(
-            folder, checkpoints={"softmax": str(DEMO / "softmax"), "toy": str(toy)},
+            folder, checkpoints={**blocks("softmax"), "toy": str(toy)},
             quantizers=["fp32", {"name": "sign-1bit", "gain": 0.9, "label": "signs"},
                         {"name": "gptq-4bit", "group_size": 64}],
             calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32},

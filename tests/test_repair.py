@@ -4,16 +4,16 @@ import json
 import shutil
 
 import pytest
-from small_recipe import small_recipe
+from small_recipe import blocks, small_recipe
 
 from qbench.store import Store
 
 
 @pytest.fixture
-def qbench(tmp_path, command, monkeypatch, capfd, two_blocks):
+def qbench(tmp_path, command, monkeypatch, capfd):
     """Runs a command on the results folder; its exit code and what it said."""
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-    alone = {"checkpoints": {"softpick": str(two_blocks)}, "tasks": ["demo_lastword"]}
+    alone = {"checkpoints": blocks("softpick"), "tasks": ["demo_lastword"]}
     path = small_recipe(tmp_path, **alone, evaluation={"limit": 3})
 
     def call(name: str, *more: str) -> tuple[int | str | None, str]:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from scoring_models import evaluate, scorer
-from small_recipe import DEMO, SOFTPICK, run_small
+from small_recipe import DEMO, blocks, run_small
 from tiny import tiny_model
 
 from qbench.comparison.compare import compare
@@ -35,7 +35,7 @@ def test_what_cannot_be_loaded_or_scored_costs_its_task_alone(tmp_path, data, ca
     row, which datasets refuses. The other task, and damage, are kept."""
     change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
     change(data, "demo_lastword", 2, text=["a"])
-    store = run_small(tmp_path, data=str(data), checkpoints=SOFTPICK, code=1)
+    store = run_small(tmp_path, data=str(data), checkpoints=blocks("softpick"), code=1)
     for record in store.records():
         assert record.status == "ok"
         assert {score.task for score in record.scores} == {"demo_pages"}
@@ -65,8 +65,8 @@ def test_a_metric_that_cannot_be_computed_costs_its_task_alone(tmp_path):
         path = tasks / f"{name}.yaml"
         path.write_text(path.read_text().replace("metadata:", f"{line}metadata:"))
     store = run_small(
-        tmp_path, quantizers=["fp32"], code=1, definitions=str(tasks), checkpoints=SOFTPICK,
-        evaluation={"limit": 12},
+        tmp_path, quantizers=["fp32"], code=1, definitions=str(tasks), evaluation={"limit": 12},
+        checkpoints=blocks("softpick"),
     )  # fmt: skip
     (record,) = store.records()
     assert {score.task for score in record.scores} == {"demo_pages"}
@@ -92,8 +92,8 @@ def test_a_score_is_a_number_of_numpy_too(tmp_path):
 
 def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
     change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
-    changes = {"tasks": ["demo_choice"], "quantizers": ["fp32"], "checkpoints": SOFTPICK, "code": 1}
-    (record,) = run_small(tmp_path, data=str(data), **changes).records()
+    changes = {"tasks": ["demo_choice"], "quantizers": ["fp32"], "checkpoints": blocks("softpick")}
+    (record,) = run_small(tmp_path, data=str(data), code=1, **changes).records()
     assert record.status == "failed"
     assert "does not fit into evaluation.max_length" in record.error
     assert record.failed_tasks == {}

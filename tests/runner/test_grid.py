@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from filelock import FileLock
 from quick_cells import Quick
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, blocks, qbench, small_recipe
 
 from qbench import store as module
 from qbench.cell_tasks import Evaluation
@@ -38,9 +38,9 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
-def one(two_blocks):
+def one():
     """One checkpoint."""
-    return {"softpick": str(two_blocks)}
+    return blocks("softpick")
 
 
 def planned(folder, **changes):
