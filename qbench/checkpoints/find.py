@@ -146,10 +146,11 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     """Return ``config.json`` of an unquantized language model, or of a ``quantized`` one. Raises
     CheckpointError, naming the field, for any other file."""
     if not (folder / CONFIG).exists():
-        remedy = "name the folder that holds it"
-        if quantized:
-            remedy += ", or the GGUF file itself, as DIR/FILE.gguf"
-        raise CheckpointError(f"no config.json there; {remedy}")
+        require_no_adapter(folder)
+        raise CheckpointError(
+            "no config.json there; name the folder that holds it, or the GGUF file itself, as "
+            "DIR/FILE.gguf"
+        )
     config = read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if quantized and not isinstance(quantization, dict):
@@ -214,15 +215,20 @@ class Header:
     dtype: str  # safetensors' word: BF16, F32, I8, F8_E4M3, …
 
 
-def weight_files(folder: Path) -> list[str]:
-    """Return the names, sorted, of the files that transformers reads the weights from: those that
-    the index lists, else ``model.safetensors``. Raises CheckpointError for an adapter, for pickles
-    alone, missing files, a malformed index, and a ``model.safetensors`` that the index omits."""
+def require_no_adapter(folder: Path) -> None:
+    """Raise CheckpointError if ``folder`` holds an adapter, with or without its base model."""
     if (folder / ADAPTER).exists():
         raise CheckpointError(
             f"{ADAPTER}: the folder holds an adapter; merge it into its base model first, as by "
             "PEFT's merge_and_unload"
         )
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names, sorted, of the files that transformers reads the weights from: those that
+    the index lists, else ``model.safetensors``. Raises CheckpointError for an adapter, for pickles
+    alone, missing files, a malformed index, and a ``model.safetensors`` that the index omits."""
+    require_no_adapter(folder)
     if not (folder / INDEX).exists():
         if (folder / SINGLE).is_file():
             return [SINGLE]

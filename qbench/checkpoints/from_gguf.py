@@ -23,6 +23,7 @@ from qbench.files import file_digest, kept_digest
 from qbench.machine import import_transformers, python_module, tidy_memory_seldom
 
 SECONDS_OF_SILENCE = 15.0
+UNREADABLE = 3  # exit code if the last line on standard error says all
 
 if TYPE_CHECKING:
     from gguf import ReaderField
@@ -48,6 +49,8 @@ def dequantized_folder(file: Path, cache: Path) -> Path:
                     )
                 if done.returncode:
                     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+                    if done.returncode == UNREADABLE:
+                        raise CheckpointError(f"checkpoint {file}: {lines[-1]}")
                     raise CheckpointError(
                         f"checkpoint {file}: transformers cannot read this GGUF file: {lines[-1]}; "
                         "name the original model here, and this file with --quantized LABEL=FILE"
@@ -75,8 +78,13 @@ def _repeated(line: str) -> Iterator[None]:
 
 def main(file: Path, folder: Path) -> None:
     """Write ``file`` to ``folder``. transformers saves no model that it loaded from GGUF, so the
-    weights go into a new one of the same configuration. Raises ValueError for a wrong tokenizer."""
-    import gguf
+    weights go into a new one of the same configuration. Raises ValueError for a wrong tokenizer;
+    ends the process with ``UNREADABLE`` without the package gguf, and if the file is incomplete."""
+    try:
+        import gguf
+    except ImportError:
+        print("GGUF files need the package gguf: pip install -e '.[llamacpp]'", file=sys.stderr)
+        sys.exit(UNREADABLE)
     import numpy as np
 
     tidy_memory_seldom()
@@ -85,7 +93,11 @@ def main(file: Path, folder: Path) -> None:
     # transformers asks for these, and for each field's values, again and again
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-    fields = gguf.GGUFReader(str(file)).fields  # raises for another file, before torch is imported
+    try:
+        fields = gguf.GGUFReader(str(file)).fields  # before torch is imported
+    except (OSError, ValueError, LookupError, OverflowError) as error:
+        print(f"it is not a complete GGUF file ({error}); fetch it again", file=sys.stderr)
+        sys.exit(UNREADABLE)
     import torch
 
     import_transformers()

@@ -54,10 +54,11 @@ def test_without_attn_impl_softmax_must_be_stated(tmp_path):
     assert find(folder).normalizer == "softpick"
 
 
-def test_a_folder_of_gguf_files_needs_the_name_of_one(tmp_path):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_folder_of_gguf_files_needs_the_name_of_one(tmp_path, quantized):
     (tmp_path / "q4.gguf").touch()
     with pytest.raises(CheckpointError, match=r"no config.json there; name .*, or the GGUF file"):
-        find(str(tmp_path), quantized=True)
+        find(str(tmp_path), quantized=quantized)
 
 
 def test_a_folder_has_no_revision(tmp_path):

@@ -73,8 +73,12 @@ def test_an_index_that_is_not_of_these_files_is_refused(tmp_path, added, metadat
         find(str(tmp_path / "c"))
 
 
-def test_an_adapter_is_refused(tmp_path):
-    (write(tmp_path / "c", {**CONFIG, **STOCK}) / "adapter_config.json").write_text("{}")
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_adapter_is_refused(tmp_path, alone):
+    folder = write(tmp_path / "c", {**CONFIG, **STOCK})
+    (folder / "adapter_config.json").write_text("{}")
+    if alone:  # as PEFT saves it
+        (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match="merge it"):
         find(str(tmp_path / "c"))
 

@@ -1,6 +1,7 @@
 """GGUF files in llama.cpp against the same weights in transformers."""
 
 import json
+import os
 import struct
 from types import SimpleNamespace
 
@@ -239,8 +240,12 @@ def test_a_file_is_a_checkpoint_too_dequantized_once(files, monkeypatch, capsys)
         )
 
 
-def test_a_checkpoint_that_is_no_gguf_file_is_refused_in_a_line(tmp_path):
+def test_a_checkpoint_that_is_no_gguf_file_is_refused_in_a_line(tmp_path, monkeypatch):
     path = tmp_path / "text.gguf"
     path.write_text("no")
-    with pytest.raises(CheckpointError, match=r"transformers cannot read this GGUF file: \w"):
+    with pytest.raises(CheckpointError, match=r"not a complete GGUF file \(.*\); fetch it again$"):
+        find(str(path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "gguf.py").write_text("raise ImportError")
+    with pytest.raises(CheckpointError, match=r"need the package gguf: pip install -e '.\[llamac"):
         find(str(path))
