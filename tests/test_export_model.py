@@ -42,6 +42,7 @@ class Fixed(torch.nn.Module):
     """Gives the same output for each input."""
 
     config, device = SimpleNamespace(vocab_size=16), torch.device("cpu")
+    dtype = torch.float32
 
     def __init__(self, output):
         super().__init__()
@@ -130,15 +131,19 @@ def test_a_softpick_cell_keeps_its_attention_and_lost_weights_are_computed_again
     assert "attends with softpick" in (tmp_path / "model" / "README.md").read_text()
 
 
-def test_logits_that_differ_at_few_positions_are_said_so(monkeypatch):
+def test_the_difference_of_logits_is_said_or_refused():
     few = torch.rand(1, 8, 16)
     ours, theirs = (SimpleNamespace(logits=logits) for logits in (few, few.clone()))
     theirs.logits[0, 3] += 1e-4
-    monkeypatch.setattr(exported, "rounding_tolerance", lambda model: 0.01)
     model = Fixed(ours)
     measured = SimpleNamespace(model=model, record=SimpleNamespace(cell="base/mine"))
     words = "equal the cell's to the bit at 87.5% of positions: its library sums otherwise"
     assert exported.compared(measured, Fixed(theirs)) == words
+    theirs.logits = few * 1.0005  # as in float16, also where the cell's own are float32
+    assert exported.compared(measured, Fixed(theirs)).startswith("differ by 0.0005 of their size")
+    theirs.logits = few * 1.05
+    with pytest.raises(UnavailableError, match=r"by 0\.05 of their size: this format cannot hold"):
+        exported.compared(measured, Fixed(theirs))
 
 
 @pytest.mark.parametrize(
