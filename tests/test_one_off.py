@@ -28,8 +28,11 @@ def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, mon
     records = Store(tmp_path / "results" / "softpick").records()
     assert [record.cell for record in records] == ["softpick/fp32", "softpick/rtn-4bit"]
     kept = tmp_path / "kept" / "one.yaml"
-    assert qbench("run", kept, "--out", "results/softpick", "--device", "cpu") == 0
-    assert capfd.readouterr().err.count("already finished") == 2
+    (tmp_path / "results").rename(tmp_path / "all results")
+    assert qbench("run", kept, "--out", "all results/softpick", "--device", "cpu") == 0
+    said = capfd.readouterr().err
+    assert said.count("already finished") == 2
+    assert "All of it: qbench view 'all results/softpick'\n" in said
 
 
 @pytest.mark.parametrize(

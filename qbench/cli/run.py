@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from datetime import UTC, datetime
@@ -176,7 +177,7 @@ def run(
         chosen = {record.cell for record in (*records, *Store(launcher.out).records())}
     store = Store(launcher.out, manifest=planned.manifest(chosen))
     show_tables(store)
-    typer.echo(f"All of it: qbench view {launcher.out}", err=True)
+    typer.echo(f"All of it: qbench view {shlex.quote(str(launcher.out))}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
         names = some([record.cell for record in broken])
