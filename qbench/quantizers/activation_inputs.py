@@ -26,7 +26,7 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
     weights are stored. Left out: the LM head, layers that ``ignore`` names, and those that the
     model's class keeps in float32. Raises QuantizationError for a pattern of ``ignore`` that
     matches no weight matrix."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings()
     layers = {
         name: module
         for name, module in model.named_modules()

@@ -40,7 +40,7 @@ PRODUCTS = {"FalconLinear"}  # subclasses of transformers whose forward computes
 def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
     """Return every ``nn.Linear`` of ``model`` by name, in the model's order, without the LM head,
     layers that ``ignore`` names and those that the class keeps in float32."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings()
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -52,10 +52,8 @@ def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Line
 
 def ends(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the LM head and the embeddings by name, the embeddings as a layer [vocabulary, hidden]
-    over their matrix; empty for a model without either. If the LM head shares it, both are one
-    layer under the LM head's name. ``model`` is not quantized yet."""
-    if not hasattr(model, "get_output_embeddings"):
-        return {}
+    over their matrix. If the LM head shares it, both are one layer under the LM head's name.
+    ``model`` is not quantized yet."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     layers = {} if head is None else {names[head]: head}
@@ -106,7 +104,7 @@ def in_place(model: nn.Module, name: str, layer: nn.Module) -> dict[str, nn.Modu
     module = model.get_submodule(name)
     if isinstance(module, nn.Embedding):
         return {name: QuantizedEmbedding(module, layer)}
-    if module is not (hasattr(model, "get_output_embeddings") and model.get_output_embeddings()):
+    if module is not model.get_output_embeddings():
         return {name: layer}
     tied = {path: table for path, table in model.named_modules()
             if isinstance(table, nn.Embedding) and table.weight is module.weight}  # fmt: skip
@@ -227,7 +225,7 @@ class Matrix:
 def matrices(model: nn.Module) -> dict[str, Matrix]:
     """Return every weight matrix of ``model`` by name, in the model's order; shared ones once. LM
     head, embeddings, norms and biases are left out."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings()
     kept = kept_in_float32(model, (name for name, _ in model.named_modules()))
     result: dict[str, Matrix] = {}
     seen: set[int] = set() if head is None else {id(p) for p in head.parameters()}
