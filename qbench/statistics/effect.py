@@ -58,8 +58,6 @@ RESOLUTION = 0.001
 # Documents of contrasts that are computed together, in a processor's cache; but at most so many
 # contrasts, of each of which the bootstrap keeps 10,000 rounds.
 TOGETHER, MOST_CONTRASTS = 600_000, 150
-# So many numbers numpy adds in their order: zeros among them do not change a sum's last bit.
-IN_ORDER = 7
 
 Kind = Literal["difference", "log ratio"]
 Test = Literal["score test", "paired t", "bootstrap-t"]
@@ -212,9 +210,8 @@ def _effects(panel: Panel, contrasts: Sequence[Signs], aggregation: str) -> list
         step = min(MOST_CONTRASTS, max(1, TOGETHER // panel.documents))
         for start in range(0, len(places), step):
             part = places[start : start + step]
-            made = block.answers(part, signs[part][:, kept])
+            made = block.answers(signs[part][:, kept])
             answers |= zip(part.tolist(), made, strict=True)
-        answers |= block.score_tests()
     return [answers[place] for place in range(len(contrasts))]
 
 
@@ -223,12 +220,11 @@ PROBLEMS = ("one document has all the weight", "a score is not finite", "a KL di
 
 
 class _Block:
-    """Computes contrasts of columns on the same documents. ``tests``: score tests with the places
-    of their contrasts, a batch each, from which ``score_tests`` makes effects."""
+    """Computes contrasts of columns on the same documents."""
 
     def __init__(self, panel: Panel, aggregation: str, kl: bool) -> None:
         self.aggregation, self.kl, self.documents = aggregation, kl, panel.documents
-        self.kind, self.tests = kind_of(aggregation), []
+        self.kind = kind_of(aggregation)
         self.scores, self.weights = Scores(panel, aggregation), panel.weights.T
         values = self.scores.values
         self.most, self.freedom = values.max(axis=1), effective_documents(self.weights) - 1
@@ -236,9 +232,8 @@ class _Block:
         self.bounded = bounded & np.all(self.weights == 1, axis=1)
         self.lengths = np.unique(self.weights, axis=0) if aggregation in LOG_SCALE else ()
 
-    def answers(self, where: NDArray, signs: Floats) -> list[Answer | None]:
-        """Return an effect, or why there is none, per row of ``signs`` [contrasts, columns], which
-        are at ``where`` among all; None for those that ``score_tests`` will have."""
+    def answers(self, signs: Floats) -> list[Answer]:
+        """Return an effect, or why there is none, per row of ``signs`` [contrasts, columns]."""
         made, used, documents = self.scores.contrasts(signs), signs != 0, self.documents
         bounded = np.all(self.bounded | ~used, axis=1)
         changed = np.full(len(signs), documents)
@@ -257,7 +252,7 @@ class _Block:
             estimate = float(made.estimate[place])
             answers[place] = Missing(reason=reason, estimate=estimate, kind=self.kind)
         if len(places := np.flatnonzero(bounded)):
-            self.tests.append((where[places], self._score_test(made[places])))
+            answers |= self._effects(places, self._score_test(made[places]))
         drawn = ~missing & ~bounded & (made.stderr > 0) & (documents >= ENOUGH_TO_DRAW)
         if self.aggregation == LOG_MEAN and drawn.any():
             places = np.flatnonzero(drawn)
@@ -273,16 +268,7 @@ class _Block:
         places = np.array([place for place in rest.tolist() if place not in answers], int)
         if len(places):
             answers |= self._effects(places, self._student_t(made[places], used[places]))
-        return [answers.get(place) for place in range(len(signs))]
-
-    def score_tests(self) -> Iterator[tuple[int, Effect]]:
-        """Yield (place, effect) of all contrasts of bounded scores."""
-        alike: dict[int, list[tuple[NDArray, ScoreTest]]] = defaultdict(list)
-        for places, test in self.tests:
-            alike[max(IN_ORDER, len(test.values))].append((places, test))
-        for parts in alike.values():
-            places, tests = zip(*parts, strict=True)
-            yield from self._effects(np.concatenate(places), ScoreTest.joined(tests))
+        return [answers[place] for place in range(len(signs))]
 
     def _score_test(self, made: Contrasts) -> ScoreTest:
         """Return the score test of contrasts of scores in a known range. A difference of
@@ -307,7 +293,7 @@ class _Block:
 
     def _effects(self, places: NDArray, method: Method) -> Iterator[tuple[int, Effect]]:
         """Yield (index of the contrast, effect) for ``places``, the contrasts of ``method``."""
-        ends, bounds = method.intervals(1 - LEVEL, 1 - method.sides * LEVEL)
+        ends, bounds = (method.interval(1 - sides * LEVEL) for sides in (1, method.sides))
         numbers = (places, method.estimate, *ends, method.stderr, *bounds, method.p())
         rows = zip(*(each.tolist() for each in numbers), strict=True)
         for index, (place, estimate, low, high, stderr, least, most, p) in enumerate(rows):

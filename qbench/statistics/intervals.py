@@ -11,7 +11,7 @@ often each document was drawn), and one matrix product gives the sums of every e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import ClassVar, Self
@@ -45,10 +45,6 @@ class Method:
     def interval(self, confidence: float | Floats) -> Ends:
         """Return the lower and upper ends of two-sided intervals, for one ``confidence`` (0.95) or
         one per estimate."""
-
-    def intervals(self, *confidences: float) -> list[Ends]:
-        """Return the intervals of all estimates for each of ``confidences``."""
-        return [self.interval(confidence) for confidence in confidences]
 
     def upper_at(self, level: float | Floats) -> Floats:
         """Return the upper bound that excludes larger values at significance ``level``."""
@@ -330,7 +326,7 @@ HALVINGS, CLOSE = 60, 1e-15  # of a path of length 2: to the last bit
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoreTest(Method):
     """Hold means of values within [``lowest``, ``highest``]: ``counts[i]`` documents have the value
-    ``values[i]``, both [values, estimates]. ``batch``: numbers from 0 on, see ``_Range``.
+    ``values[i]``, both [values, estimates].
 
     An interval holds the means that a two-sided score test does not reject; the values'
     probabilities maximize the likelihood under the tested mean: Lang (2008), Statistics in Medicine
@@ -345,18 +341,6 @@ class ScoreTest(Method):
     mean: Floats
     lowest: Floats
     highest: Floats
-    batch: NDArray
-
-    @classmethod
-    def joined(cls, tests: Sequence[Self]) -> Self:
-        """Return all of ``tests``, with their batches, as one, which takes a sixth of the time."""
-        parts = {f.name: [getattr(test, f.name) for test in tests] for f in fields(cls)}
-        most = max(map(len, parts["values"]))
-        for name in ("values", "counts"):
-            parts[name] = [np.pad(each, ((0, most - len(each)), (0, 0))) for each in parts[name]]
-        ends = np.cumsum([each.max() + 1 for each in parts["batch"]])
-        parts["batch"] = [each + end for each, end in zip(parts["batch"], (0, *ends), strict=False)]
-        return cls(**{name: np.concatenate(each, axis=-1) for name, each in parts.items()})
 
     @classmethod
     def of(cls, steps: Floats, **fields: Floats) -> Self:
@@ -375,10 +359,8 @@ class ScoreTest(Method):
         counts = counts.astype(float)
         documents, sums = counts.sum(axis=0), (values * counts).sum(axis=0)
         cancels = np.abs(sums) <= 1e-12 * (np.abs(values) * counts).sum(axis=0)  # of fractions
-        mean, batch = np.where(cancels, 0.0, sums / documents), np.zeros(len(steps), int)
-        return cls(
-            values=values, counts=counts, documents=documents, mean=mean, batch=batch, **fields
-        )
+        mean = np.where(cancels, 0.0, sums / documents)
+        return cls(values=values, counts=counts, documents=documents, mean=mean, **fields)
 
     def interval(self, confidence: float | Floats) -> Ends:
         """Return the smallest and largest mean that the score test does not reject."""
@@ -387,12 +369,6 @@ class ScoreTest(Method):
         both = self[np.tile(np.arange(many), 2)]._range(rising=np.repeat([False, True], many))
         low, high = np.split(both.upper(np.tile(z, 2)), 2)
         return self.highest - low, self.lowest + high
-
-    def intervals(self, *confidences: float) -> list[Ends]:
-        """Return the intervals of all estimates for each of ``confidences``, computed together."""
-        every, many = self.joined([self] * len(confidences)), len(confidences)
-        ends = every.interval(np.repeat(confidences, len(self.highest)))
-        return [*zip(*(np.split(end, many) for end in ends), strict=True)]
 
     def p(self) -> Floats:
         """Return the p-value of the score test of a mean of 0; 1 if the mean is 0."""
@@ -416,13 +392,12 @@ class ScoreTest(Method):
         """Return the values as distances from the lowest (``rising``) or from the highest value."""
         values = np.where(rising, self.values - self.lowest, self.highest - self.values)
         values[self.counts == 0] = 0.0  # it does not matter what no document has
-        return _Range(values, self.counts, self.highest - self.lowest, self.batch)
+        return _Range(values, self.counts, self.highest - self.lowest)
 
 
 @dataclass(frozen=True, eq=False)
 class _Range:
-    """Hold values 0 … ``highest`` with their counts, [values, estimates]. Roots of a ``batch`` are
-    refined until all of them are found, and do not depend on other batches. Under a mean above the
+    """Hold values 0 … ``highest`` with their counts, [values, estimates]. Under a mean above the
     observed one the chances of largest likelihood are proportional to count / (1 − tilt · value /
     highest), with tilt in [0, 1). If no document has the highest value, that value takes what is
     left over at a tilt of 1. So the path from 0 to 2 runs through all means from the observed one
@@ -431,7 +406,6 @@ class _Range:
     values: Floats
     counts: Floats
     highest: Floats
-    batch: NDArray
 
     def moments(self, path: Floats) -> Ends:
         """Return mean and variance of the values at a point of the ``path``, [estimates]."""
@@ -455,8 +429,7 @@ class _Range:
         reaches 0 (Chandrupatla 1997, Advances in Engineering Software 28: 145–149)."""
         new, old = np.broadcast_to(first, self.highest.shape), np.where(self._reached, 1.0, 2.0)
         f_new, f_old = function(new), function(old)
-        share, running = np.full(new.shape, 0.5), np.ones(self.batch.max() + 1, bool)
-        roots = new
+        share = np.full(new.shape, 0.5)
         for _ in range(HALVINGS):
             point = new + share * (old - new)
             value = function(point)
@@ -464,10 +437,8 @@ class _Range:
             last, f_last = np.where(same, new, old), np.where(same, f_new, f_old)
             old, f_old = np.where(same, old, new), np.where(same, f_old, f_new)
             new, f_new = point, value
-            roots = np.where(running[self.batch], new, roots)
             width = np.abs(old - new)
-            running &= np.bincount(self.batch, ~((width <= CLOSE) | (f_new == 0))) > 0
-            if not running.any():
+            if ((width <= CLOSE) | (f_new == 0)).all():
                 break
             xi, phi = (new - old) / (last - old), (f_new - f_old) / (f_last - f_old)
             bent = f_new / (f_old - f_new) * f_last / (f_old - f_last)
@@ -475,7 +446,7 @@ class _Range:
             smooth = (phi**2 < xi) & ((1 - phi) ** 2 < 1 - xi)
             least = np.minimum(CLOSE / 2 / width, 0.5)
             share = np.where(smooth, np.minimum(np.maximum(bent, least), 1 - least), 0.5)
-        return roots
+        return new
 
     def upper(self, z: float | Floats) -> Floats:
         """Return the largest mean within ``z`` standard errors of the observed one."""

@@ -389,15 +389,3 @@ def test_what_is_called_detectable_is_found_in_80_of_100_simulations(changed, do
     z = np.abs(2 * gained - changes) / np.sqrt(np.maximum(changes, 1))
     result = 2 * stats.norm.sf(z) < level
     assert 0.77 <= result.mean() <= 0.87
-
-
-def test_score_tests_that_are_computed_together_have_each_their_own_result():
-    rng = np.random.default_rng(0)
-    tests = [score_test(rng.integers(-most, most + 1, (many, 300)).astype(float), most)
-             for most, many in ((1, 5), (2, 3))]  # fmt: skip
-    joined = ScoreTest.joined(tests)
-    for confidence in (0.9, 0.95):
-        parts = zip(*(test.interval(confidence) for test in tests), strict=True)
-        for end, each in zip(joined.interval(confidence), parts, strict=True):
-            assert np.array_equal(end, np.concatenate(each))
-    assert np.array_equal(joined.p(), np.concatenate([test.p() for test in tests]))
