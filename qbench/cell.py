@@ -25,11 +25,7 @@ from qbench.checkpoints.load import (
     without_weights,
 )
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
-from qbench.errors import (
-    AuditError,
-    CheckpointError,
-    UnavailableError,
-)
+from qbench.errors import AuditError, CheckpointError, UnavailableError
 from qbench.files import code_digest
 from qbench.machine import free, hardware
 from qbench.made_copy import with_made_copy
@@ -206,10 +202,7 @@ def offload_policy(
 
 
 def quantized(
-    result: CellResult,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Path,
+    result: CellResult, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Path
 ) -> PreTrainedModel:
     """Return ``model`` quantized by the cell's settings, after an audit against its original, whose
     result goes into ``result``. Without an original, and for a model of lm-eval, nothing is

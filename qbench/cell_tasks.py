@@ -16,13 +16,7 @@ import torch
 from qbench.cell_result import CellResult, TaskResult
 from qbench.checkpoints.load import generation_settings
 from qbench.checkpoints.tokenizer import load_tokenizer
-from qbench.errors import (
-    DataError,
-    EvaluationError,
-    OutputError,
-    QbenchError,
-    ResultsError,
-)
+from qbench.errors import DataError, EvaluationError, OutputError, QbenchError, ResultsError
 from qbench.evaluation.answers import Answered, answer, with_kl
 from qbench.evaluation.evaluate import (
     Instances,

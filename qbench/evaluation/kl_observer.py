@@ -335,9 +335,7 @@ def distributions(measured: pd.DataFrame) -> Distributions:
 
 
 def divergence_table(
-    task: str,
-    measured: pd.DataFrame,
-    texts_of: Callable[[np.ndarray], list[str]] | None = None,
+    task: str, measured: pd.DataFrame, texts_of: Callable[[np.ndarray], list[str]] | None = None
 ) -> pd.DataFrame:
     """Return a table with the columns ``DIVERGENCE_COLUMNS`` from ``measured``, a table of
     ``KLObserver``: a row per request of ``task`` with means over its tokens. With ``texts_of``,

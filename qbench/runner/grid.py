@@ -30,13 +30,7 @@ from qbench.progress import Progress, SilentProgress
 from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
 from qbench.runner.workers import PRELOAD, LostExecutorError, Workers
-from qbench.store import (
-    Sources,
-    Store,
-    baseline_files,
-    keep_sources,
-    verify_baseline,
-)
+from qbench.store import Sources, Store, baseline_files, keep_sources, verify_baseline
 
 DIED = "its process was killed; see its log, and run again (--workers 1 if memory was short)"
 DEAD = (BrokenExecutor, CancelledError)
