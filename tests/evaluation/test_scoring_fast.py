@@ -189,7 +189,6 @@ class Kept:
 
     def begin(self, instances, lengths, head):
         self.begun += 1
-        return self
 
     def prepare(self, scored):
         return scored
@@ -198,7 +197,7 @@ class Kept:
         return None
 
     def end(self):
-        return lambda: None
+        pass
 
 
 def test_an_attention_that_cannot_be_packed_is_refused():

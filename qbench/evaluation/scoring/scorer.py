@@ -1,7 +1,7 @@
 """Score requests exactly or fast, as an lm-eval language model. A request goes through these steps,
 top to bottom.
 
-1. ``start``, whose answers may be waited for later, turns text into ``Requests`` of token ids;
+1. ``loglikelihood`` turns text into ``Requests`` of token ids;
 2. ``_queue`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, or those that go through a streamed model together
    (``qbench.streaming``), and splits what does not fit the device. Of its hidden states, those
@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -62,7 +61,6 @@ from qbench.evaluation.scoring.forward import (
     rope_limit,
     score_rows,
     to_device,
-    to_host,
 )
 from qbench.evaluation.scoring.generate import (
     Prompt,
@@ -247,7 +245,7 @@ class Scorer(LM):
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
         self._state_bytes = model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize
-        self._counts, self._turn = Counts(), threading.Lock()
+        self._counts = Counts()
         kind, limit = rope_limit(model.config.get_text_config())
         padding = Padding(
             max_length=settings.max_length,
@@ -294,32 +292,17 @@ class Scorer(LM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
         """Return (log-likelihood in nats, whether greedy) of each request's continuation after its
         context. Raises as ``read``, and for a request without tokens in either."""
-        return self.start("loglikelihood", requests)()
+        return self.read(requests, self._requests("loglikelihood", requests))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each request's whole text in nats, the sum over its rolling
         windows. Raises as ``read``."""
-        return self.start(ROLLING, requests)()
-
-    def start(self, kind: str, requests: list[Any]) -> Callable[[], list[Any]]:
-        """Begin a call of the method ``kind``. Return a function that waits for its answers; a GPU
-        may get the next call's work before."""
-        if kind not in LIKELIHOODS:
-            answers = getattr(self, kind)(requests)
-            return lambda: answers
-        encoded = self._requests(kind, requests)
-        scores = self.read(requests, encoded)
-        if kind != ROLLING:
-            return scores
-
-        def add_up() -> list[float]:
-            """Return the log-likelihood of each text, the sum of those of its windows."""
-            sums: list[float] = [0] * len(requests)
-            for owner, (log_likelihood, _) in zip(encoded.owners.tolist(), scores(), strict=True):
-                sums[owner] += log_likelihood
-            return sums
-
-        return add_up
+        windows = self._requests(ROLLING, requests)
+        sums: list[float] = [0] * len(requests)
+        scores = self.read(requests, windows)
+        for owner, (log_likelihood, _) in zip(windows.owners.tolist(), scores, strict=True):
+            sums[owner] += log_likelihood
+        return sums
 
     def _requests(self, kind: str, instances: Sequence[Any]) -> Requests:
         """Return the requests of lm-eval's ``instances`` for the method ``kind``."""
@@ -363,15 +346,12 @@ class Scorer(LM):
             counts=self._counts,
         )  # fmt: skip
 
-    def read(
-        self, instances: Sequence[Any], requests: Requests
-    ) -> Callable[[], list[LogLikelihood]]:
-        """Queue ``requests``, whose ``owners`` are indexes in lm-eval's ``instances``, all of one
-        task, on the device. Return a function that waits for their log-likelihoods and adds the
-        call to the report. Either raises EvaluationError if a continuation or all requests are too
-        long, if memory is short, or if fast scores leave the tolerance without ``fallback``."""
+    def read(self, instances: Sequence[Any], requests: Requests) -> list[LogLikelihood]:
+        """Return the log-likelihoods of ``requests``, whose ``owners`` are indexes in lm-eval's
+        ``instances``, all of one task. Raises EvaluationError if a continuation or all requests are
+        too long, if memory is short, or if fast scores leave the tolerance without ``fallback``."""
         if not len(requests):
-            return list
+            return []
         most, task = self.settings.max_length, instances[0].task_name
         if (longest := requests.scored.max()) > most:
             raise EvaluationError(  # HFLM would stop with a bare assertion
@@ -386,44 +366,35 @@ class Scorer(LM):
 
         def observed(backend: Backend) -> Callable[[], list[LogLikelihood]]:
             """Queue all requests on the device; return a function that waits for their scores."""
-            observer, wait = self._observer, None
+            observer = self._observer
             if observer is not None:
-                observer = observer.begin(instances, lengths.tolist(), self.head)
+                observer.begin(instances, lengths.tolist(), self.head)
             queued = self._queue(Work(backend, requests, counts, observer, self._progress))
-            if observer is not None:
-                wait = observer.end()
 
             @cache
             def scores() -> list[LogLikelihood]:
                 in_input_order = queued()
-                if wait is not None:
-                    wait()
+                if observer is not None:
+                    observer.end()
                 return in_input_order
 
             return scores
 
-        scores = observed(self.fast or self.exact)
-        reasons: Iterator[str | None] = iter((None, None))
+        scores, reason = observed(self.fast or self.exact), None
         if self.fast is not None:
             # Windows are independent: each costs as much to score exactly as fast
             documents: Sequence[Hashable] = range(len(requests))
             if not requests.windows:
                 documents = [instances[owner].doc_id for owner in requests.owners.tolist()]
-            reasons = self._compare(task, requests, documents, scores, counts)
-        next(reasons)
-
-        def finish() -> list[LogLikelihood]:
-            reason, answers = next(reasons), scores
-            if reason is not None:
-                if not self.settings.fallback:
-                    raise EvaluationError(reason)
-                counts.exact_tasks[task] = reason
-                answers = observed(self.exact)
-            in_input_order = answers()
-            self._counts.add(counts)
-            return in_input_order
-
-        return finish
+            reason = self._compare(task, requests, documents, scores, counts)
+        if reason is not None:
+            if not self.settings.fallback:
+                raise EvaluationError(reason)
+            counts.exact_tasks[task] = reason
+            scores = observed(self.exact)
+        in_input_order = scores()
+        self._counts.add(counts)
+        return in_input_order
 
     def _compare(
         self,
@@ -432,11 +403,11 @@ class Scorer(LM):
         documents: Sequence[Hashable],
         fast: Callable[[], Sequence[LogLikelihood]],
         counts: Counts,
-    ) -> Iterator[str | None]:
-        """Yield None when a sample of documents (of windows two) is queued to be scored exactly;
-        then why the scores that ``fast`` waits for are too far from exact ones, None if they are
-        not. ``documents``: the document of each request. The sample is doubled while it does not
-        tell whether the bias is within its bound."""
+    ) -> str | None:
+        """Return why the scores that ``fast`` waits for are too far from exact ones; None if they
+        are not. ``documents``: the document of each request. A sample of documents is scored
+        exactly (of windows two), queued before that wait, and doubled while it does not tell
+        whether the bias is within its bound."""
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one
         order = random.Random(self.settings.seed).sample(distinct, len(distinct))
@@ -444,15 +415,12 @@ class Scorer(LM):
         if requests.windows:
             count = min(count, SAMPLED_WINDOWS)
         if not count:
-            yield from (None, None)
-            return
+            return None
         while True:
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
             queued = self._queue(Work(self._reference, requests.take(new), Counts()))
-            if not exact:
-                yield None
             scores = fast()
             exact |= dict(zip(new, queued(), strict=True))
             difference = compare(
@@ -469,9 +437,9 @@ class Scorer(LM):
                 break
             count *= 2
         if reason := sample_violation(self.settings.tolerance, sample):
-            yield f"{reason}; use scoring: exact, or raise this tolerance"
+            return f"{reason}; use scoring: exact, or raise this tolerance"
         counts.differences.append(difference)
-        yield None
+        return None
 
     def _queue(self, work: Work) -> Callable[[], list[LogLikelihood]]:
         """Score batches of requests, which a GPU may go on with; return a function that waits for
@@ -486,8 +454,7 @@ class Scorer(LM):
         results: list[tuple[Batch, RowScores]] = []
         done = 0
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        # A thread reads the next part while the device computes; one call at a time has it.
-        with self._turn, torch.cuda.stream(stream), ThreadPoolExecutor(1) as thread:
+        with ThreadPoolExecutor(1) as thread:  # reads the next part while the device computes
             read = partial(thread.submit, self._read_rows, work, stream)
             following = read(parts[0])
             for part, after in zip(parts, [*parts[1:], None], strict=True):
@@ -501,10 +468,7 @@ class Scorer(LM):
                 results += self._run(work, part, batches, tell)
                 tell(1.0)
                 done += count
-        assert sum(len(batch.counts) for batch, _ in results) == len(requests)
-        values, flags = zip(*((s.log_probability, s.likeliest) for _, s in results), strict=True)
-        copied = to_host(torch.cat(values), torch.cat(flags))
-        return lambda: in_order(results, copied(), exact=backend.exact)
+        return lambda: in_order(results, exact=backend.exact)
 
     def _read_rows(
         self, work: Work, stream: torch.cuda.Stream | None, part: Sequence[BatchPlan]
