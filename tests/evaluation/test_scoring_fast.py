@@ -96,16 +96,16 @@ def test_a_bias_that_could_move_a_headline_fails(kind, amplifies, shift, fails):
     """Of whole texts too, of which two windows are looked at first."""
     requests = choices(40) if kind == "choices" else pages((60,) * 12)
     _, fast = scorers(llama(), sample=8, amplifies_rounding=amplifies, max_length=64)
-    right = fast._queue
+    right = fast._score
 
     def biased(work):
         scores, off = right(work), shift if work.backend is fast.fast else 0
-        return lambda: [
+        return [
             (score + off * count, greedy)
-            for (score, greedy), count in zip(scores(), work.requests.scored.tolist(), strict=True)
+            for (score, greedy), count in zip(scores, work.requests.scored.tolist(), strict=True)
         ]
 
-    fast._queue = biased
+    fast._score = biased
     said = pytest.raises(EvaluationError, match=r"its bias on the sample is \+0\.(8|045)")
     with said if fails else nullcontext():
         ask(fast, requests)

@@ -2,7 +2,7 @@
 top to bottom.
 
 1. ``loglikelihood`` turns text into ``Requests`` of token ids;
-2. ``_queue`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
+2. ``_score`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, or those that go through a streamed model together
    (``qbench.streaming``), and splits what does not fit the device. Of its hidden states, those
    that are scored become log-probabilities (``forward``);
@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -364,20 +364,14 @@ class Scorer(LM):
         counts.add_requests(task, len(requests), truncated, most)
         lengths = np.bincount(requests.owners, requests.scored, len(instances)).astype(np.int64)
 
-        def observed(backend: Backend) -> Callable[[], list[LogLikelihood]]:
-            """Queue all requests on the device; return a function that waits for their scores."""
+        def observed(backend: Backend) -> list[LogLikelihood]:
+            """Return the scores of all requests, whose rows the observer sees."""
             observer = self._observer
             if observer is not None:
                 observer.begin(instances, lengths.tolist(), self.head)
-            queued = self._queue(Work(backend, requests, counts, observer, self._progress))
-
-            @cache
-            def scores() -> list[LogLikelihood]:
-                in_input_order = queued()
-                if observer is not None:
-                    observer.end()
-                return in_input_order
-
+            scores = self._score(Work(backend, requests, counts, observer, self._progress))
+            if observer is not None:
+                observer.end()
             return scores
 
         scores, reason = observed(self.fast or self.exact), None
@@ -392,22 +386,20 @@ class Scorer(LM):
                 raise EvaluationError(reason)
             counts.exact_tasks[task] = reason
             scores = observed(self.exact)
-        in_input_order = scores()
         self._counts.add(counts)
-        return in_input_order
+        return scores
 
     def _compare(
         self,
         task: str,
         requests: Requests,
         documents: Sequence[Hashable],
-        fast: Callable[[], Sequence[LogLikelihood]],
+        fast: Sequence[LogLikelihood],
         counts: Counts,
     ) -> str | None:
-        """Return why the scores that ``fast`` waits for are too far from exact ones; None if they
-        are not. ``documents``: the document of each request. A sample of documents is scored
-        exactly (of windows two), queued before that wait, and doubled while it does not tell
-        whether the bias is within its bound."""
+        """Return why the scores ``fast`` are too far from exact ones; None if they are not.
+        ``documents``: the document of each request. A sample of documents is scored exactly (of
+        windows two), and doubled while it does not tell whether the bias is within its bound."""
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one
         order = random.Random(self.settings.seed).sample(distinct, len(distinct))
@@ -420,14 +412,13 @@ class Scorer(LM):
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
-            queued = self._queue(Work(self._reference, requests.take(new), Counts()))
-            scores = fast()
-            exact |= dict(zip(new, queued(), strict=True))
+            scores = self._score(Work(self._reference, requests.take(new), Counts()))
+            exact |= dict(zip(new, scores, strict=True))
             difference = compare(
                 task,
                 documents=[documents[i] for i in indexes],
                 tokens=requests.scored[indexes].tolist(),
-                fast=[scores[i] for i in indexes],
+                fast=[fast[i] for i in indexes],
                 exact=[exact[i] for i in indexes],
                 by_bias=self.settings.amplifies_rounding,
                 population=len(order),
@@ -441,9 +432,8 @@ class Scorer(LM):
         counts.differences.append(difference)
         return None
 
-    def _queue(self, work: Work) -> Callable[[], list[LogLikelihood]]:
-        """Score batches of requests, which a GPU may go on with; return a function that waits for
-        the scores, in the order of the requests."""
+    def _score(self, work: Work) -> list[LogLikelihood]:
+        """Return the scores of the requests, in order; they are computed batch by batch."""
         backend, requests, progress = work.backend, work.requests, work.progress
         plans = requests.plan(backend.batching)
         parts = [[p] for p in plans]
@@ -468,7 +458,7 @@ class Scorer(LM):
                 results += self._run(work, part, batches, tell)
                 tell(1.0)
                 done += count
-        return lambda: in_order(results, exact=backend.exact)
+        return in_order(results, exact=backend.exact)
 
     def _read_rows(
         self, work: Work, stream: torch.cuda.Stream | None, part: Sequence[BatchPlan]
