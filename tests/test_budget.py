@@ -70,7 +70,7 @@ def random_costs(seed, layers=4):
     return Costs(shapes=shapes, table=table_of(options), others=(30, 480.0), outside=8.0 * 2**30)
 
 
-@pytest.mark.parametrize(("seed", "room"), list(itertools.product(range(2), (0.1, 0.6, 3.0))))
+@pytest.mark.parametrize(("seed", "room"), [(0, 0.1), (1, 0.6), (0, 3.0)])
 def test_the_choice_is_the_cheapest_of_all_that_fit(seed, room):
     costs = random_costs(seed)
     budget = costs.of(dict.fromkeys(costs.shapes, "rtn-2bit"))[0] + room

@@ -1,5 +1,6 @@
 """A tiny random Llama, a byte-level tokenizer trained here, and requests of every kind."""
 
+import copy
 import functools
 import random
 
@@ -53,6 +54,11 @@ def llama(
     seed: int = 0, dtype: torch.dtype = torch.float32, attention: str = "sdpa", heads: int = 3
 ) -> LlamaForCausalLM:
     """Random weights, large enough that every layer changes the answer."""
+    return copy.deepcopy(_llama(seed, dtype, attention, heads))
+
+
+@functools.cache
+def _llama(seed: int, dtype: torch.dtype, attention: str, heads: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=400,

@@ -51,10 +51,11 @@ def planned(folder, path, **changes):
     return plan(Recipe.load(recipe), device="cpu")
 
 
-@pytest.fixture
-def both(files, tmp_path):
+@pytest.fixture(scope="module")
+def both(files, tmp_path_factory):
     """Language models of the same float32 weights: transformers', and llama.cpp's."""
-    found = planned(tmp_path, files["F32"], evaluation={"limit": 4, "max_length": 64})
+    changes = {"evaluation": {"limit": 4, "max_length": 64}}
+    found = planned(tmp_path_factory.mktemp("both"), files["F32"], **changes)
     cells = [found.cell(f"base/{label}") for label in ("fp32", "copy")]
     return found, [
         language_model(load(cell, found), load_tokenizer(cell.checkpoint), cell.scoring)

@@ -1,5 +1,6 @@
 """A tiny Llama with correlated activations, its calibration, and quantizing it in one line."""
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ def llama(
     bias: bool = False,
 ) -> LlamaForCausalLM:
     """Random weights; embeddings of low rank, so that layers' inputs are correlated."""
+    model = copy.deepcopy(_llama(hidden, intermediate, bias))
+    for parameter in model.parameters():  # not the rotary frequencies, which stay float32
+        parameter.data = parameter.data.to(dtype)
+    model = model.to(device).eval().requires_grad_(False)
+    set_attention(model, normalizer=normalizer, implementation="reference")
+    return model
+
+
+@functools.cache
+def _llama(hidden: int, intermediate: int, bias: bool) -> LlamaForCausalLM:
     draw = torch.Generator().manual_seed(0)
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": 2,
              "num_key_value_heads": 1, "attention_bias": bias}  # fmt: skip
@@ -50,10 +61,6 @@ def llama(
                 parameter.copy_(left @ right / (rank * parameter.shape[1]) ** 0.5)
             elif "bias" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=draw))
-    for parameter in model.parameters():  # not the rotary frequencies, which stay float32
-        parameter.data = parameter.data.to(dtype)
-    model = model.to(device).eval().requires_grad_(False)
-    set_attention(model, normalizer=normalizer, implementation="reference")
     return model
 
 

@@ -283,8 +283,10 @@ def test_a_copy_is_what_the_library_makes_of_the_same_texts(name, normalizer, op
     assert config.get("qbench_normalizer", "softmax") == normalizer
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("channels", "group_size"), [(192, 64), (192, -1), (256, 128)])
+@pytest.mark.parametrize(
+    ("channels", "group_size", "dtype"),
+    [(192, 64, torch.bfloat16), (192, -1, torch.float32), (256, 128, torch.float32)],
+)
 def test_groups_are_rotated_together_as_the_library_does_one_by_one(channels, group_size, dtype):
     paroquant = pytest.importorskip("gptqmodel.quantization.paroquant.optimization")
     spec = importlib.util.find_spec("gptqmodel.utils.paroquant")
