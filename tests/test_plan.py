@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -106,17 +107,20 @@ def test_another_version_of_what_computes_changes_every_key(
     assert not set(keys(tmp_path, copies).values()) & set(before.values())
 
 
-def test_keys_are_the_same_in_another_process_and_folder(tmp_path, copies):
+def test_keys_are_the_same_in_another_process_and_folder_which_imports_no_torch(tmp_path, copies):
     here = keys(tmp_path, copies)
     moved = tmp_path / "moved"
     shutil.copytree(copies, moved)
     code = (
         "from pathlib import Path; from small_recipe import keys; "
-        f"print(keys(Path({str(tmp_path)!r}), Path({str(moved)!r})))"
+        f"print(keys(Path({str(tmp_path)!r}), Path({str(moved)!r}))); import sys; "
+        "print({'torch', 'transformers', 'lm_eval', 'datasets'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           cwd=moved, env={"PYTHONPATH": ":".join(sys.path)})  # fmt: skip
-    assert done.stdout.strip() == str(here)
+    assert done.stdout.splitlines() == [str(here), "set()"]
+    planned = plan(Recipe.load(tmp_path / "small.yaml"), device="cpu")
+    assert pickle.loads(pickle.dumps(planned)) == planned  # as worker processes get it
 
 
 def test_a_gpu_of_another_kind_is_another_key(tmp_path, copies, monkeypatch):

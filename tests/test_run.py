@@ -169,16 +169,3 @@ def test_a_cache_that_keeps_no_task_loses_no_scores(tmp_path, capfd, monkeypatch
     (record,) = run_small(tmp_path, *only, tasks=["demo_choice"]).records()
     assert "demo_choice is scored, but not kept in the cache: " in capfd.readouterr().err
     assert record.scores
-
-
-@pytest.mark.slow
-def test_worker_processes_give_the_scores_of_one_process(tmp_path):
-    path = small_recipe(tmp_path)
-    alone, beside = tmp_path / "alone", tmp_path / "beside"
-    qbench("run", path, "--out", alone, "--device", "cpu", "--only", "softpick/*")
-    qbench("run", path, "--out", beside, "--device", "cpu", "--only", "softpick/*",
-           "--workers", "2", "--force")  # fmt: skip
-    assert Store(beside).records()[0].started > Store(alone).records()[-1].started
-    scores = [[record.scores for record in Store(out).records()] for out in (alone, beside)]
-    assert scores[0] == scores[1]
-    assert len(scores[0]) == 2

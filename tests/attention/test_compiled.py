@@ -67,7 +67,7 @@ PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
         pytest.param(llama, {}, False, marks=SLOW),
         # the mask is for where it has holes
         pytest.param(llama, {"attention_mask": torch.ones(2, 9).long()}, True, marks=SLOW),
-        (mistral, {"position_ids": PACKED}, False),
+        pytest.param(mistral, {"position_ids": PACKED}, False, marks=SLOW),
     ],
 )
 def test_a_compiled_model_on_kernels_is_handed_sequences_and_no_dense_mask(
@@ -125,7 +125,8 @@ def test_a_compiled_model_gives_what_the_model_gives(make, positions):
     torch.testing.assert_close(got, model(ids, **inputs).logits)
 
 
-@pytest.mark.parametrize("slopes", [False, pytest.param(True, marks=[SLOW, OLD_COMPILER])])
+@SLOW
+@pytest.mark.parametrize("slopes", [False, pytest.param(True, marks=OLD_COMPILER)])
 def test_a_static_cache_in_a_compiled_model_is_right_or_refused(slopes):
     """Whether the last key is the last query's cannot be told there, which slopes go by."""
     model = attach(llama(), "softpick", slopes=slopes)

@@ -23,7 +23,7 @@ def drawn(tokens, heads, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "heads", "width"), [(50, 3, 64), (7, 2, 20), (301, 4, 128)])
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(50, 3, 64), (7, 2, 20), (101, 4, 128)])
 def test_rotated_values_have_the_functions_bits_and_layout(tokens, heads, width, dtype):
     torch.manual_seed(tokens)
     q, k = drawn(tokens, heads, width, dtype), drawn(tokens, 2, width, dtype)
@@ -69,7 +69,7 @@ def mean_of_squares(x):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [128, 576, 1024, *([2560, 4096, 8064] * (DEVICE == "cuda"))])
+@pytest.mark.parametrize("width", [128, 576, *([1024, 2560, 4096, 8064] * (DEVICE == "cuda"))])
 def test_wide_norms_add_up_as_torch_does(width, dtype):
     torch.manual_seed(width)
     norm = modeling_llama.LlamaRMSNorm(width).to(DEVICE, dtype).requires_grad_(False)

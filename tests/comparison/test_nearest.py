@@ -168,8 +168,9 @@ def test_every_other_model_has_a_sentence(three):
     ids=["pairs", "unequal numbers"],
 )
 def test_kl_over_trainings_has_one_interval_over_documents_and_seeds(
-    tmp_path, factor, worse, trainings
+    tmp_path, factor, worse, trainings, monkeypatch
 ):
+    monkeypatch.setattr("qbench.statistics.intervals.ROUNDS", 500)
     groups = {"base": ["base-0", "base-1", "base-2"],
               "other": [f"other-{seed}" for seed in range(trainings)]}  # fmt: skip
     store = make_store(

@@ -55,7 +55,6 @@ def answers_of(lm, requests):
 
 
 CACHES = (
-    {"name": "int4-token"},
     {"name": "int4-token", "group_size": 8, "sink_tokens": 2},
     {"name": "int4-tensor"},
 )

@@ -17,9 +17,11 @@ from qbench.quantizers import bnb
 from qbench.quantizers.methods.weight_only import BNB_BLOCK as BLOCK
 
 
-@pytest.mark.parametrize("avx512", [False, True])
-@pytest.mark.parametrize(("hidden", "intermediate"), [(48, 160), (64, 128)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "dtype", "avx512"),
+    [(48, 160, "float32", False), (48, 160, "bfloat16", True), (64, 128, "bfloat16", False),
+     (64, 128, "float32", True)],
+)  # fmt: skip
 def test_models_of_every_width_pass_their_audit(
     hidden, intermediate, dtype, avx512, tmp_path, monkeypatch
 ):
@@ -115,8 +117,9 @@ def quantized(monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16])
-@pytest.mark.parametrize("threshold", [0.0, 1.0, 6.0])
-@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize(
+    ("outliers", "threshold"), [(False, 6.0), (True, 0.0), (True, 1.0), (True, 6.0)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
 def test_layers_that_share_an_input_are_the_librarys_to_the_bit(dtype, outliers, threshold, bias):

@@ -220,7 +220,7 @@ def test_processes_import_from_the_current_folder_only_if_the_command_does(
     assert run.stdout.strip() == printed
 
 
-@pytest.mark.parametrize("words", ["--workers 2", "--device cpu --workers=2", "--workers 3"])
+@pytest.mark.parametrize("words", ["--device cpu --workers=2", "--workers 3"])
 def test_the_fork_server_of_as_many_processes_is_started_early(monkeypatch, words):
     forkserver._forkserver._stop()
     monkeypatch.setattr(workers, "visible_gpus", tuple)

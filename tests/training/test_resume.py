@@ -41,7 +41,8 @@ def test_a_training_that_breaks_off_goes_on_and_ends_with_the_same_bits(
     assert steps_logged(tmp_path) == steps_logged(trained[0])
 
 
-@pytest.mark.parametrize("first", [1, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [1, 7])
 def test_stops_at_any_step_change_no_bit(tmp_path, train, trained, first):
     settings = {"normalizers": ["softmax"]}
     assert train(tmp_path, stop_after=first, **settings) == []
