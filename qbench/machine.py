@@ -494,7 +494,7 @@ def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
     return error
 
 
-_turn = threading.Lock()
+_turn = threading.RLock()
 _broken_device: str | None = None
 
 
