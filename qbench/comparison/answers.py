@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from qbench.records import Record
     from qbench.store import Store
 
-FIRST_POSITIONS = (0, 1, 16, 64, 256)  # of the bins by position in the answer, from 0
+# Bins of tokens by position in the answer, which is counted from 1, and their first from 0
+POSITIONS = {"1": 0, "2–16": 1, "17–64": 16, "65–256": 64, "257–": 256}
 FEWEST_PROMPTS = 5  # that a class must occur in to be called the one that is hurt most
 # Tokens of chat templates, as the usual tokenizers write them.
 TEMPLATE = re.compile(
@@ -81,11 +82,11 @@ def answer_damage(store: Store, record: Record, before: Record) -> AnswerDamage 
     same = (outcomes["agreed_tokens"] == outcomes["length"]) & (
         outcomes["length"] == base_outcomes["length"]
     )
-    bins = [position_bin(position) for position in table["position"]]
+    places = np.searchsorted([*POSITIONS.values()], table["position"], side="right") - 1
     return AnswerDamage(
         tokens=_means(table),
-        by_position=_means_by(table, bins, [position_bin(p) for p in FIRST_POSITIONS]),
-        by_class=_means_by(table, token_classes(table), CLASSES),
+        by_position=_means_by(table, np.array([*POSITIONS])[places], [*POSITIONS]),
+        by_class=_means_by(table, np.array(token_classes(table)), CLASSES),
         identical=float(same.mean()),
         agreed=float(outcomes["agreed_tokens"].median()),
         other_prompts=int((prompts.to_numpy() != base_prompts.to_numpy()).sum()),
@@ -107,21 +108,11 @@ def _means(tokens: pd.DataFrame) -> TokenMeans:
 
 
 def _means_by(
-    tokens: pd.DataFrame, names: Sequence[str], order: Sequence[str]
+    tokens: pd.DataFrame, names: np.ndarray, order: Sequence[str]
 ) -> dict[str, TokenMeans]:
     """Return the means by ``names`` (one per row of ``tokens``), in the order ``order``."""
-    groups = dict(list(tokens.groupby(np.array(names))))
+    groups = dict(list(tokens.groupby(names)))
     return {name: _means(groups[name]) for name in order if name in groups}
-
-
-def position_bin(position: int) -> str:
-    """Return the name of the bin of the token at ``position``, from 0, of an answer: ``1``,
-    ``2–16``, ``17–64``, ``65–256`` or ``257–``, counted from 1."""
-    index = max(i for i, first in enumerate(FIRST_POSITIONS) if first <= position)
-    first, after = FIRST_POSITIONS[index], [*FIRST_POSITIONS, None][index + 1]
-    if after is None:
-        return f"{first + 1}–"
-    return f"{first + 1}–{after}" if after > first + 1 else str(after)
 
 
 def token_classes(tokens: pd.DataFrame) -> list[str]:

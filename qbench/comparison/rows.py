@@ -208,7 +208,6 @@ class Comparison:
     folder: str = ""  # name of the results folder
     against: str | None = None  # the precision that the others are compared with by score
     tested: bool = False  # whether intervals and tests were computed
-    verdict: list[str] = field(default_factory=list, init=False)  # once ``verdict`` has made it
 
     @property
     def unquantized(self) -> str | None:

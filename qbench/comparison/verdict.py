@@ -36,13 +36,6 @@ def verdict(comparison: Comparison) -> tuple[str, ...]:
     checkpoint: its precisions in order, those to avoid, the smallest that is shown to stay within
     ``margin_of`` the primary measure. Of several: how much more quantization costs each than the
     baseline. Then what the scores show."""
-    if not comparison.verdict:  # terminal and tables.md both have it
-        comparison.verdict.extend(_verdict(comparison))
-    return tuple(comparison.verdict)
-
-
-def _verdict(comparison: Comparison) -> tuple[str, ...]:
-    """Return the answer as ``verdict``."""
     if not comparison.records:
         return ("No cell has a record yet.",)
     if not comparison.tested:

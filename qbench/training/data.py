@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import Field, ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from qbench import hub
@@ -62,7 +62,7 @@ class TextSource(RecordModel):
     sha256: Digest | None
 
 
-class AboutTokens(RecordModel, populate_by_name=True):
+class AboutTokens(RecordModel):
     """The content of ``tokens.json``. ``vocabulary``: the tokenizer's largest id + 1."""
 
     schema_version: Literal[1] = 1
@@ -79,9 +79,7 @@ class AboutTokens(RecordModel, populate_by_name=True):
     sources: tuple[TextSource, ...]
     licences: Line = ""  # filled by earlier versions
     # that shared a 13-gram with an evaluation text
-    left_out_lines: int = Field(
-        0, validation_alias=AliasChoices("left_out_lines", "left_out_paragraphs")
-    )
+    left_out_lines: int = 0
     train: TokenArray
     held_out: TokenArray
 
