@@ -1,7 +1,5 @@
-"""Round the inputs of linear layers to few bits, by a forward pre-hook on each layer.
-
-Static scales come from the inputs of the layers on calibration text.
-"""
+"""Round the inputs of linear layers to few bits, by a forward pre-hook on each layer; static scales
+come from their inputs on calibration text."""
 
 from __future__ import annotations
 

@@ -1,19 +1,16 @@
 """Quantize layers by bitsandbytes, and build its modules from stored tensors.
 
-On processors with AVX512-BF16 the library does two things wrong, for 4 bits. It repacks weights at
-the first forward, and unpacking them gives garbage; each layer decides at construction whether to
-repack, and here it never does. And its dequantization assumes that every row begins a block of
-``BLOCK`` weights, which holds only if rows are whole blocks; ``Linear4`` decodes other rows itself.
+On processors with AVX512-BF16 the library does two things wrong for 4 bits. It repacks weights at
+the first forward, and unpacking them gives garbage: here no layer repacks. And its dequantization
+assumes that every row begins a block of ``BLOCK`` weights: ``Linear4`` decodes other rows itself.
 
-On a GPU the library multiplies few rows of inputs by other kernels than many (up to 4, 7, 32, 320
-or more, by shape and GPU), which round the weights at another place. How many rows an expert gets
-depends on the rest of the batch and on later tokens, and so would its results: ``Linear4``
-dequantizes the weights of experts and multiplies by them, as the library does for many rows.
+On a GPU it multiplies few rows of inputs by other kernels than many, which round the weights at
+another place. How many rows an expert gets depends on the rest of the batch and on later tokens:
+``Linear4`` dequantizes the weights of experts, as the library does for many rows.
 
-For 8 bits the library quantizes the input of each layer, and waits for a GPU twice to find the
-columns with outliers. A block has seven layers and four inputs: queries, keys and values share one,
-gate and up another. ``Linear8`` does this once per input.
-"""
+For 8 bits it quantizes the input of each layer, and waits for a GPU twice to find the columns with
+outliers. Queries, keys and values share an input, gate and up another: ``Linear8`` does this once
+per input."""
 
 from __future__ import annotations
 
@@ -52,9 +49,8 @@ class Linear4(bitsandbytes.nn.Linear4bit):
         return self.in_features % BLOCK != 0
 
     def by_library(self, device_type: str) -> bool:
-        """Return whether bitsandbytes itself multiplies on a device of this type. It does not on a
-        CPU, nor for an expert, nor for rows that are not whole blocks: there it would dequantize as
-        below, and warn that it is slower."""
+        """Return whether bitsandbytes itself multiplies on a device of this type. On a CPU it would
+        dequantize as below, and warn that it is slower."""
         return device_type != "cpu" and not (self.uneven or self.routed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,9 +70,9 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
 
 class Linear8(bitsandbytes.nn.Linear8bitLt):
-    """bitsandbytes' 8-bit layer, equal to the bit, also for inputs of more than three dimensions
-    (such as DeepSeek's latents). Without gradients it reuses the codes of its input from the
-    previous layer if that had the same input."""
+    """bitsandbytes' 8-bit layer, equal to the bit, also for inputs of more than three dimensions.
+    Without gradients it reuses the codes of its input from the previous layer if that had the same
+    input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product [..., out] of ``x`` [..., in], as the library computes it."""

@@ -49,9 +49,9 @@ class Calibration:
 
 def read_calibration(text: CalibrationText, tokenizer: PreTrainedTokenizerBase) -> Calibration:
     """Return the windows of ``text`` as token ids, without special tokens except a BOS at the
-    beginning if ``text.bos`` is true; None counts as false here, ``cell.calibration_of`` replaces
-    it before. Raises DataError for a malformed or changed file, too little text, or a tokenizer
-    without the BOS that is needed."""
+    beginning if ``text.bos`` is true (None is replaced before, by ``cell.calibration_of``). Raises
+    DataError for a malformed or changed file, too little text, or a tokenizer without the BOS that
+    is needed."""
     if text.bos and tokenizer.bos_token_id is None:
         raise DataError(
             "calibration text shall begin with BOS, but the tokenizer has none; set "
@@ -239,12 +239,9 @@ class SequentialCalibrator:
         it, then compute the next block's inputs as ``advance`` does. The caller may change the
         weights of a layer and of those with the same input before it takes the next Hessian.
         ``progress`` is called with the number of blocks that are done, a fraction of this one
-        counted, and of all.
-
-        If there is memory for it, each batch runs through the block once and pauses at each layer,
-        on a CPU one batch per core; then the products are computed, and added in the order of the
-        batches. Else each Hessian takes a forward from the beginning of the block.
-        """
+        counted, and of all. If there is memory for it, each batch runs through the block once and
+        pauses at each layer, on a CPU one batch per core; else each Hessian takes a forward from
+        the beginning of the block."""
         if not self._can_pause(index, layers):
             for number, name in enumerate(layers):
                 progress(index + number / len(layers), len(self.blocks))
@@ -409,9 +406,8 @@ def _exact_products(*inputs: Tensor) -> Iterator[None]:
 
 def _product(x: Tensor) -> Tensor:
     """Return xᵀ x of ``x`` [tokens, in], float32 [in, in]. Products of two 16-bit numbers are exact
-    in float32, so a GPU's tensor cores sum them directly, in a tenth of the time of float32. Only
-    the upper half is computed, in strips: 0.65 of the time on a CPU at 1,536 columns and on an
-    H200 at 14,336."""
+    in float32, so a GPU's tensor cores sum them directly. Only the upper half is computed, in
+    strips: 0.65 of the time on a CPU at 1,536 columns and on an H200 at 14,336."""
     if x.is_cuda and len(x) and x.dtype in (torch.bfloat16, torch.float16):
         multiply = partial(torch.mm, out_dtype=torch.float32)
     elif not x.is_cuda and x.dtype == torch.bfloat16 and len(x) > PRODUCT_ROWS:

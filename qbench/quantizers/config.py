@@ -123,14 +123,12 @@ GroupSize = Annotated[int, Field(ge=8, le=65536)] | Literal[-1]
 @settings
 class Settings:
     """Holds the settings of a method: the fields that its name does not fix are a recipe's options.
-
     ``name``: as registered. ``method``: what tables group cells by; ``title``: what they call it.
     ``needs_calibration``: calibration text is read. ``batch_invariant``: no score depends on
     batch-mates, and no token's logits on later tokens; the audit fails a method that says so
-    wrongly. ``requirements``: distributions whose versions can change the result, torch and
-    transformers left out (they are part of every cell). ``blocks``: outputs and inputs of each
-    quantized layer must be multiples of these; ``misfit`` says what to do otherwise.
-    """
+    wrongly. ``requirements``: distributions beside torch and transformers whose versions can change
+    the result. ``blocks``: outputs and inputs of each quantized layer must be multiples of these;
+    ``misfit`` says what to do otherwise."""
 
     kind: ClassVar[Kind]
     method: ClassVar[str] = ""

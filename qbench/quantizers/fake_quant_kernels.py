@@ -1,8 +1,6 @@
-"""Round values as ``fake_quant`` does, in Triton: values are read once and written once.
-
-Equal to the definition bit for bit: divisions are rounded by IEEE 754, rounding to integers adds
-and subtracts 1.5 · 2²³, whose last bit is worth 1, and no product is fused with a sum.
-"""
+"""Round values as ``fake_quant`` does, in Triton, bit for bit: divisions are rounded by IEEE 754,
+rounding to integers adds and subtracts 1.5 · 2²³, whose last bit is worth 1, and no product is
+fused with a sum."""
 
 from __future__ import annotations
 

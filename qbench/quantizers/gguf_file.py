@@ -1,8 +1,4 @@
-"""Read and write GGUF files: their description without torch, tensors by transformers' names.
-
-llama.cpp's blocks hold 32 or 256 weights of a row; a matrix of rows that are no whole blocks gets
-another type, so a file mixes types.
-"""
+"""Read and write GGUF files: their description without torch, tensors by transformers' names."""
 
 from __future__ import annotations
 

@@ -4,10 +4,8 @@
 With the Hessian H of a layer's inputs, columns are rounded one by one. Each column's error, divided
 by its diagonal entry of the Cholesky factor of H⁻¹, is subtracted from the columns that are not
 rounded yet. What the paper leaves open is done as in gptqmodel; a test compares the results. The
-scale of a group is that of its weights at the beginning of its block of 128 columns. Scales are
-float32 until they are stored. If H is singular, damping is raised. gptqmodel's own class is not
-used: on a GPU it waits at every group, and it builds a CUDA kernel if it finds a compiler.
-"""
+scale of a group is that of its weights at the beginning of its block of 128 columns, float32 until
+it is stored. If H is singular, damping is raised."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Quantize the columns of one GPTQ block in one launch: a Triton kernel.
-
-In PyTorch a column takes fifteen launches, and a model of 340M parameters has 215,000 columns. The
-kernel rounds after every product, quotient and sum, as PyTorch does, to the same bits.
-"""
+"""Quantize the columns of one GPTQ block in one launch: a Triton kernel. It rounds after every
+product, quotient and sum, as PyTorch does, to the same bits."""
 
 from __future__ import annotations
 

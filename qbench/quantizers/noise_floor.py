@@ -1,10 +1,9 @@
 """Add rounding noise of the dtype after each decoder layer of an unquantized model.
 
-Its KL divergence is a floor: less cannot be distinguished from another order of the same sums.
-One in twelve of a layer's output values moves by one unit in its last place, up or down, which has
-the variance of rounding to nearest, a twelfth of a unit squared. A hash of the value's bits, its
-channel and its layer decides which values move, so that no score depends on other tokens or rows.
-"""
+Its KL divergence is a floor: less cannot be distinguished from another order of the same sums. One
+in twelve of a layer's output values moves by one unit in its last place, which has the variance of
+rounding to nearest. A hash of the value's bits, its channel and its layer decides which values
+move, so that no score depends on other tokens or rows."""
 
 from __future__ import annotations
 

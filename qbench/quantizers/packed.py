@@ -1,8 +1,6 @@
-"""Round to nearest, and a linear layer of packed codes with a scale and a zero per group.
-
-GPTQ stores its result in the same layer. The weight of row o and column i, in group g, is
-``scale[o, g] · (code[o, i] − zero[o, g])``.
-"""
+"""Round to nearest, and a linear layer of packed codes with a scale and a zero per group, which
+GPTQ uses too: the weight of row o and column i, in group g, is ``scale[o, g] · (code[o, i] −
+zero[o, g])``."""
 
 from __future__ import annotations
 
@@ -83,8 +81,7 @@ class PackedLinear(DequantizedLinear):
 def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Return scale and zero, float32 [..., 1], for groups of weights float32 [..., group]. The
     levels cover [min(w, 0), max(w, 0)], or ±max|w| with the zero in the middle, as in the code of
-    the GPTQ paper. Scales are rounded to float16, as they are stored, so that weights are rounded
-    to the values that will be used."""
+    the GPTQ paper. Scales are rounded to float16, as they are stored."""
     low = weight.amin(-1, keepdim=True).clamp(max=0)
     high = weight.amax(-1, keepdim=True).clamp(min=0)
     steps = 2**bits - 1

@@ -1,9 +1,7 @@
-"""Settings of checkpoints that were quantized before. Imports no torch.
-
-Everything about a copy is read from its files: transformers' own mapping says whether it loads, the
-headers how many bits its layers take, its forward pass what its weights are. The library that loads
-it reads its ``quantization_config``; here it only tells what else is rounded.
-"""
+"""Settings of checkpoints that were quantized before. Imports no torch. Everything about a copy is
+read from its files: transformers' own mapping says whether it loads, the headers how many bits its
+layers take, its forward pass what its weights are; its ``quantization_config`` only what else is
+rounded."""
 
 from __future__ import annotations
 

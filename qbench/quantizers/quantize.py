@@ -135,15 +135,12 @@ def quantize(
 ) -> tuple[PreTrainedModel, str]:
     """Return ``model`` quantized by ``config``, and a line that says how it was made. An
     unquantized config, and one whose model is loaded quantized, return ``model`` as it is.
-
     ``model``, on its device in ``config.compute_dtype``, must not be used afterwards.
     ``calibration`` is only read if ``config`` needs it. ``digest``: of the original weights.
     ``artifacts``: root folder of quantized weights, read and written. ``normalizer_source``: digest
     of the plug-in that defines the model's normalizer, if any. ``progress(done, total)`` is called
-    meanwhile. The model's attention function does not change.
-
-    Raises QuantizationError if a method refuses the model, UnavailableError without its library.
-    """
+    meanwhile. The model's attention function does not change. Raises QuantizationError if a method
+    refuses the model, UnavailableError without its library."""
     if not config.precision.quantized:
         return model, f"unquantized, {config.compute_dtype}"
     if config.weights is not None and config.weights.prequantized:

@@ -1,4 +1,4 @@
-"""Register quantizers by name, and read a quantizer as a recipe or an option writes it.
+"""Register quantizers by name, and read a quantizer as a recipe or an option writes it. No torch.
 
 A quantizer is written as parts joined by ``+``, each a name with options after a colon::
 
@@ -7,8 +7,6 @@ A quantizer is written as parts joined by ``+``, each a name with options after 
 A recipe may write a mapping instead, with the same names and options::
 
     {name: gptq-4bit, group_size: 64}        {weights: gptq-4bit, kv_cache: {name: int4-token}}
-
-Imports no torch.
 """
 
 from __future__ import annotations

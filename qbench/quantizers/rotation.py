@@ -1,9 +1,6 @@
 """Rotate a decoder by a Hadamard matrix (QuaRot, Ashkboos et al. 2024): Q = D H / √n, with a
-Hadamard matrix H and a diagonal D of random signs.
-
-A linear layer whose input is rotated gets W Q, one whose output is to be rotated gets Qᵀ W; an RMS
-norm without a weight commutes with Q.
-"""
+Hadamard matrix H and a diagonal D of random signs. A linear layer whose input is rotated gets W Q,
+one whose output is to be rotated gets Qᵀ W; an RMS norm without a weight commutes with Q."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Round weights to codes times scales: int8 and FP8 per row or matrix, NVFP4 and MX in blocks.
-
-NVFP4 and MX are rounded by the arithmetic of compressed-tensors' ``calculate_qparams``, and stored
-in its layouts. MX scales are rounded up if the largest magnitude of a block would be 1.75 times a
-power of two or more, and so beyond the largest code.
-"""
+"""Round weights to codes times scales: int8 and FP8 per row or matrix, NVFP4 and MX in blocks, by
+the arithmetic of compressed-tensors' ``calculate_qparams`` and in its layouts. MX scales are
+rounded up if the largest magnitude of a block would be 1.75 times a power of two or more."""
 
 from __future__ import annotations
 

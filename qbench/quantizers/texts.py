@@ -107,9 +107,9 @@ def draw_windows(
 ) -> list[list[int]]:
     """Return ``text.samples`` windows of ``text.length`` token ids each, or one less with BOS.
     ``encode`` gives a text's ids without special tokens. Texts are taken in an order drawn by the
-    seed. A text of at least that length gives one window, at an index drawn by the seed; shorter
-    ones are joined to their successors, with the end-of-text token ``end`` between them (None:
-    nothing), until they are long enough. Raises DataError for too little text."""
+    seed. One that is long enough gives one window, at an index drawn by the seed; shorter ones are
+    joined to their successors, with the end-of-text token ``end`` between them (None: nothing),
+    until they are. Raises DataError for too little text."""
     draw, length = random.Random(text.seed), text.length - bool(text.bos)
     texts = read_texts(text.path, digest=text.digest)
     draw.shuffle(texts)

@@ -2,9 +2,7 @@
 
 The second half shares no code with the quantizers. Formats are tables of all their values, in
 float64. Scales, zero points and ratios are divided in float32, as the quantizers divide them:
-values of 16 bits lie on ties so often that float64 would give another code, and another scale of a
-block would change the whole block.
-"""
+values of 16 bits lie on ties so often that float64 would give another code, or another scale."""
 
 from __future__ import annotations
 

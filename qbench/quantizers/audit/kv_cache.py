@@ -1,8 +1,6 @@
-"""Measure a quantized KV cache by what attention reads and returns while a probe text runs.
-
-Rounded keys and values are compared with the definition of the format (``activations.expected``),
-which shares no code with what rounds them. What attention returns is compared with the reference.
-"""
+"""Measure a quantized KV cache by what attention reads and returns while a probe text runs: keys
+and values are compared with the definition of the format (``activations.expected``), which shares
+no code with what rounds them, and outputs with the reference."""
 
 from __future__ import annotations
 

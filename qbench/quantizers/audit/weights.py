@@ -1,9 +1,7 @@
-"""Measure whether each weight matrix is quantized as the settings say, or left as it was.
-
-Each number is taken from what scoring will run: a layer's weight is read off its own forward pass,
-which is given the identity. What its method says that it stored must agree. A layer is quantized if
-its method has evidence that it is, whatever its class.
-"""
+"""Measure whether each weight matrix is quantized as the settings say, or left as it was. A layer's
+weight is read off its own forward pass, which is given the identity; what its method says that it
+stored must agree. A layer is quantized if its method has evidence that it is, whatever its
+class."""
 
 from __future__ import annotations
 

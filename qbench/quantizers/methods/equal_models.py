@@ -37,8 +37,8 @@ Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
 class SmoothQuant(Settings):
     """Divides inputs of linear layers by a scale per channel, and multiplies their weights by it.
     The scales of q, k, v and of gate and up go into the norm before them, those of o_proj into
-    v_proj, those of down_proj into up_proj. All four keep the function: attention weights and the
-    gate multiply a channel of values, or of up_proj, without mixing it with others."""
+    v_proj, those of down_proj into up_proj: attention weights and the gate multiply a channel of
+    values, or of up_proj, without mixing it with others."""
 
     kind: ClassVar = "transform"
     backend: ClassVar[str] = "smoothquant"

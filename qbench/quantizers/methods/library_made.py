@@ -1,18 +1,14 @@
 """Settings that makers share: methods whose library writes a copy of the model. Imports no torch.
 
 A library's makers are one file here: settings, frozen dataclasses under the decorator ``maker``,
-and a function beside them::
-
-    make(model: Path, out: Path, texts: Texts, settings) -> None
-
-It reads the unquantized checkpoint in the folder ``model`` and writes one that transformers or
-GPTQModel loads, or one GGUF file, to the folder ``out`` or to a folder in it; ``texts`` are token
-ids. ``qbench.made_copy`` calls it in a separate process, so a library may print and set what it
-likes. The folder is then a published copy: loaded, audited by its forward, its bits counted.
+and a function ``make(model: Path, out: Path, texts: Texts, settings)``. It reads the unquantized
+checkpoint in the folder ``model`` and writes one that transformers or GPTQModel loads, or one GGUF
+file, to the folder ``out`` or to a folder in it; ``texts`` are token ids. ``qbench.made_copy``
+calls it in a separate process, so a library may print and set what it likes. The folder is then a
+published copy: loaded, audited by its forward, its bits counted.
 
 If the checkpoint was trained with another attention function than softmax, transformers loads
-``model`` with that function, by the key ``attn_implementation`` of its config.json.
-"""
+``model`` with that function, by the key ``attn_implementation`` of its config.json."""
 
 from __future__ import annotations
 
