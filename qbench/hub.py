@@ -1,8 +1,5 @@
-"""Fetch files from the Hugging Face hub; an error is one line with the library's own reason.
-
-huggingface_hub shows progress in a terminal, keeps a download only when it is complete, and
-continues a broken one where it stopped, so every file returned here is whole. Imports no torch.
-"""
+"""Fetch files from the Hugging Face hub; an error is one line with the library's own reason. Every
+file returned here is whole: huggingface_hub keeps a download only when it is. Imports no torch."""
 
 from __future__ import annotations
 

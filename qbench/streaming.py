@@ -2,11 +2,9 @@
 from where each is copied to the GPU for its turn.
 
 What is in no block (embeddings, last norm, LM head) stays on the device. A block's weights stay
-where transformers put them, which for safetensors is the mapped file. They are read when the
-block's turn comes, and the host may drop them afterwards. Every forward of a streamed model works,
-at the price of reading all weights once; :meth:`Stream.lockstep` runs many forwards through one
-block after the other, and so reads the weights once for all.
-"""
+where transformers put them, which for safetensors is the mapped file, until its turn. Every forward
+of a streamed model reads all weights once; :meth:`Stream.lockstep` runs many forwards through one
+block after the other, and so reads the weights once for all."""
 
 from __future__ import annotations
 

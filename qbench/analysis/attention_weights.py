@@ -105,9 +105,8 @@ def output_ratios(output: Tensor) -> Tensor:
     """Return the mean norm of each head's output over a text, divided by the mean of its layer's
     heads: [B, H] float64; 0 if the whole layer gives 0. ``output`` [B, T, H, D] is attention's
     output before the output projection. This is the average head output norm, normalized by layer
-    (AHON LN), of Sandoval-Segura et al. 2025 (arXiv 2504.03889, first as HONOR). We call a head
-    dormant on a text if it is below ``DORMANT``; they choose thresholds by what removing heads
-    costs."""
+    (AHON LN), of Sandoval-Segura et al. 2025 (arXiv 2504.03889), who choose thresholds by what
+    removing heads costs; here a head is dormant on a text below ``DORMANT``."""
     norms = output.float().norm(dim=-1).double().mean(1)
     layer = norms.mean(1, keepdim=True)
     return torch.where(layer > 0, norms / layer, 0.0)

@@ -94,9 +94,8 @@ class States:
 def pooled_kurtosis(powers: Tensor, values: int) -> float:
     """Return μ4 / σ⁴ of all values at once, 3 for a normal distribution; NaN if all are equal.
     ``powers`` [N, 4]: see :class:`States`, each row over ``values`` values. The softpick paper
-    (section 6.3, table 4) collects "all hidden state vectors to evaluate them all at once": the
-    outputs of every decoder layer, before the final norm. It does not say whether 3 is
-    subtracted."""
+    (section 6.3, table 4) takes the outputs of every decoder layer, before the final norm; it does
+    not say whether 3 is subtracted."""
     # Float64 is precise enough, since means of hidden states are small.
     first, second, third, fourth = (powers.sum(0) / (values * len(powers))).unbind(-1)
     moment = (fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4).item()

@@ -1,9 +1,6 @@
-"""Keys and values as attention reads them from a KV cache of few bits.
-
-An attention module whose model has such a cache carries it as its attribute :data:`KV_CACHE`. Keys
-and values of whole sequences come in unquantized, also while text is generated: transformers' cache
-keeps them so, and each query reads them rounded, the first ``sink_tokens`` excepted.
-"""
+"""Keys and values as attention reads them from a KV cache of few bits, which attention modules
+carry as their attribute :data:`KV_CACHE`. transformers' cache keeps them unquantized, also while
+text is generated, and each query reads them rounded, the first ``sink_tokens`` excepted."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Attention in plain PyTorch: the definition that every kernel is compared with.
-
-Scores, masks and products are here; what turns scores into weights is in a file per normalizer.
-Computes in float64 for float64 inputs, else in float32; the result is rounded once, to the inputs'
-dtype. Queries are taken in chunks, so that memory grows linearly with their number.
-"""
+"""Attention in plain PyTorch: the definition that every kernel is compared with. What turns scores
+into weights is in a file per normalizer. Computes in float64 for float64 inputs, else in float32;
+the result is rounded once, to the inputs' dtype. Queries are taken in chunks, so that memory grows
+linearly with their number."""
 
 from __future__ import annotations
 

@@ -3,14 +3,11 @@
 ``qbench-<normalizer>-<implementation>`` are the names that ``attn_implementation=`` takes, e.g.
 ``qbench-softpick-reference``. Importing this module makes those of all normalizers known to
 transformers; :func:`attention_name` those of normalizers that were registered later.
-docs/attention.md lists the masks, positions and lengths that a model under these names
-understands; without any it is causal, the last query aligned with the last key.
+docs/attention.md lists the masks, positions and lengths that a model under these names understands.
 
-A mask is made once per forward pass, and none for plain causality, so that the causal kernels
-run. Under torch.compile the values of padding masks and positions are not known when this is
-decided, and transformers cannot tell the positions that a model counts by itself from packed ones.
-So for our kernels ``varlen.sequence_bounds`` computes the sequences when the compiled graph runs.
-"""
+A mask is made once per forward pass, and none for plain causality, so that the causal kernels run.
+Under torch.compile the values of padding masks and positions are not known when this is decided:
+for our kernels ``varlen.sequence_bounds`` computes the sequences when the compiled graph runs."""
 
 from __future__ import annotations
 

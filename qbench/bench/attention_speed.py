@@ -1,11 +1,9 @@
 """Time the attention kernels beside the libraries that a user would take instead (``qbench bench
-attention``). Each of ours is compared with the float64 reference before it is timed, on a shorter
-text; ``pytest -m gpu`` has many more cases, in other dtypes too.
+attention``). Each of ours is first compared with the float64 reference, on a shorter text.
 
 TFLOP/s count 4 · B · H · D for each pair of a query and a key that it sees in a forward pass, and
 2.5 times that in a backward pass, whatever a kernel computes. Every time is the median of
-CUDA-event timings after a warm-up.
-"""
+CUDA-event timings after a warm-up."""
 
 from __future__ import annotations
 

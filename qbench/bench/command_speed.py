@@ -31,11 +31,10 @@ def bench_command(
     planned: Plan, recipe: Path, cells: Sequence[str], *, log: Callable[[str], None]
 ) -> list[Row]:
     """Return a row per command, in the order in which they ran: lm-eval's for the plan's first
-    checkpoint; ``qbench run RECIPE --only PATTERN`` of each pattern in ``cells``, with a common
-    cache that is empty at first, or of the whole ``recipe`` if ``cells`` is empty; lm-eval's again,
-    since hosts drift. ``log`` gets a line per command. A row's ``seconds`` end when the process
-    does; ``speed`` is these over the mean of lm-eval's. Raises EvaluationError if a command
-    fails."""
+    checkpoint; ``qbench run RECIPE --only PATTERN`` of each pattern in ``cells``, or of the whole
+    ``recipe`` without any, with a common cache that is empty at first; lm-eval's again, since hosts
+    drift. ``log`` gets a line per command. A row's ``seconds`` end when the process does; ``speed``
+    is these over the mean of lm-eval's. Raises EvaluationError if a command fails."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -79,10 +79,8 @@ def compare(
     ``settings``: the settings of each mode, lm-eval's first, with which the others are compared.
     ``log`` is called with a line per task and mode. Returns the model's name, the settings by mode,
     each run's report with its peak memory, and rows: one mode on one task, or on all of them
-    (``task`` is "all").
-
-    HFLM scores one task after the other; in the other modes, as in a cell, the next task is built
-    and encoded, and the one before judged, while one is scored.
+    (``task`` is "all"). HFLM scores one task after the other; in the other modes, as in a cell, the
+    next task is prepared, and the one before judged, while one is scored.
 
     ``seconds`` of a row is everything: lm-eval's requests and metrics, tokenization, the model, and
     in fast mode the sample that is scored exactly; ``scoring_seconds`` is the part inside the

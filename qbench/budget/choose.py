@@ -1,10 +1,7 @@
 """Choose a quantizer for each linear layer so that the sum of costs is smallest under a budget of
-bits, and write the choice as a column of a recipe. Imports no torch.
-
-A cost is the KL divergence, in nats per token on calibration text, of the model with that layer
-alone quantized. Bits are those of the tables: all that is stored of a matrix, scales and zeros
-counted, over the matrices outside embeddings and LM head, or over these too.
-"""
+bits, and write the choice as a column of a recipe. Imports no torch. A cost is the KL divergence,
+in nats per token on calibration text, of the model with that layer alone quantized. Bits are those
+of the tables: all that is stored of a matrix, scales and zeros counted."""
 
 from __future__ import annotations
 

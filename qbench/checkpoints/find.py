@@ -1,9 +1,8 @@
-"""Find a checkpoint by folder or hub id and check its files without loading tensors.
+"""Find a checkpoint by folder or hub id and check its files without loading tensors. Imports no
+torch.
 
-The result holds config.json, the headers of the weight files and a digest of all that loading
-reads. Whether our attention computes what the class's own does is measured when it is loaded: no
-table of classes decides it; ``tried.csv`` lists those that the tests try. Imports no torch.
-"""
+Whether our attention computes what the class's own does is measured when it is loaded: no table of
+classes decides it; ``tried.csv`` lists those that the tests try."""
 
 from __future__ import annotations
 
@@ -77,10 +76,9 @@ def choose_attention(
     name: str, class_name: str, normalizer: str, requested: str, device: str
 ) -> ChosenAttention:
     """Return the attention that checkpoint ``name`` of a recipe, trained with ``normalizer``, is
-    loaded with if ``evaluation.attention`` is ``requested``. With the normalizer ``native`` it is
-    the class's own, whatever is requested. Raises RecipeError for an unknown name, and if
-    ``requested`` is native and the class cannot compute the normalizer; UnavailableError if triton
-    cannot run or has no kernels."""
+    loaded with if ``evaluation.attention`` is ``requested``; for the normalizer ``native`` always
+    the class's own. Raises RecipeError for an unknown name, and if ``requested`` is native and the
+    class cannot compute the normalizer; UnavailableError if triton cannot run or has no kernels."""
     if NATIVE not in (normalizer, requested):
         implementation = choose(normalizer, requested, device)
         return ChosenAttention(normalizer=normalizer, implementation=implementation)

@@ -3,12 +3,8 @@
 Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one to
 one under other names. Earlier versions of `qbench train` wrote this format: with ``qbench_rotary:
 false`` it is SmolLM 3's without a rotary embedding, with ``qbench_gate`` Llama's with a gate
-(``gated.py``). Its GatedMLP bypasses ``down_proj.forward`` when fused, which would hide that layer
-from quantizers; the conversion also rids us of that.
-
-Every field of a config is used, or known to be without effect on logits, or has the one value
-that these classes compute; all else is refused by name.
-"""
+(``gated.py``). Every field of a config is used, or known to be without effect on logits, or has the
+one value that these classes compute; all else is refused by name."""
 
 from __future__ import annotations
 

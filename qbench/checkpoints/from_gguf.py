@@ -1,8 +1,6 @@
-"""Make a checkpoint folder of a GGUF file: its weights dequantized to bfloat16, and its tokenizer.
-
-Run in a separate process, so that planning a run loads no torch:
-``python -m qbench.checkpoints.from_gguf FILE FOLDER``.
-"""
+"""Make a checkpoint folder of a GGUF file: its weights dequantized to bfloat16, and its tokenizer;
+in a separate process, so that planning loads no torch: ``python -m qbench.checkpoints.from_gguf
+FILE FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Llama with a sigmoid gate on the output of attention, per head or per element.
-
-As Qwen3-Next's ``attn_output_gate``: the output is multiplied by σ(W x), x being the input of the
-layer's attention, before ``o_proj``. No class of transformers has it without norms of queries and
-keys. W is the linear layer ``g_proj``, which quantizers treat as any other. Importing this module
-makes the class known to transformers.
-"""
+"""Llama with a sigmoid gate on the output of attention, per head or per element, as Qwen3-Next's
+``attn_output_gate``: the output is multiplied by σ(W x), x being the input of the layer's
+attention, before ``o_proj``. No class of transformers has it without norms of queries and keys. W
+is the linear layer ``g_proj``. Importing this module makes the class known to transformers."""
 
 from __future__ import annotations
 

@@ -68,18 +68,15 @@ def load_model(
     place: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
     verify: bool = True,
 ) -> PreTrainedModel:
-    """Return the model in ``dtype`` on ``device``, in evaluation mode.
-
-    It attends with the checkpoint's normalizer through ``attention``: reference or triton, or for
-    the normalizer ``native``, which is the class's own attention, sdpa or eager. Logits through
-    qbench's attention are compared with the class's own, unless qbench or flash-linear-attention
-    wrote the checkpoint. If they differ, the model runs on its class's own with ``fallback``, and
-    is refused without; ``chosen_attention`` of the model says which. ``place`` moves the model from
-    the host to its devices (see :mod:`qbench.streaming`). ``verify=False``: it was measured before.
-
-    Raises CheckpointError if tensors are left over, missing or not finite, if later tokens change
-    earlier logits, or if the files changed; UnavailableError if the attention cannot be had.
-    """
+    """Return the model in ``dtype`` on ``device``, in evaluation mode. It attends with the
+    checkpoint's normalizer through ``attention``: reference or triton, or for the normalizer
+    ``native``, which is the class's own attention, sdpa or eager. Logits through qbench's attention
+    are compared with the class's own, unless qbench or flash-linear-attention wrote the checkpoint.
+    If they differ, the model runs on its class's own with ``fallback``, and is refused without;
+    ``chosen_attention`` of the model says which. ``place`` moves the model from the host to its
+    devices (see :mod:`qbench.streaming`). ``verify=False``: it was measured before. Raises
+    CheckpointError if tensors are left over, missing or not finite, if later tokens change earlier
+    logits, or if the files changed; UnavailableError if the attention cannot be had."""
     with named(checkpoint.source):
         require_unchanged(checkpoint)
         model = read_model(checkpoint, dtype).eval().requires_grad_(False)

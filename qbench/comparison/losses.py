@@ -1,10 +1,8 @@
-"""Infer from one primary measure: of one precision, two precisions, two models.
+"""Infer from one primary measure: of one precision, two precisions, two models; paired by document.
 
 The measure is KL divergence from the unquantized model, or the loss in a score that the recipe
 names. A document's KL divergence is the mean over its scored tokens, in nats per token; a cell's is
-the mean over all documents of all tasks, documents weighted alike, and is inferred on its
-logarithm. All is paired by document.
-"""
+the mean over all documents of all tasks, documents weighted alike, inferred on its logarithm."""
 
 from __future__ import annotations
 

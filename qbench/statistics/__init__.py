@@ -1,9 +1,4 @@
-"""Paired statistics on per-document outcomes: intervals, tests, multiplicity, power.
-
-Everything compares scores on the same documents. A score is made of Σ values / Σ weights over
-documents: accuracies are that ratio, perplexities exp(−ratio), compared by their logarithm. An
-effect is a sum with signs: Δ and damage have two terms, a difference-in-differences four.
-"""
+"""Paired statistics on per-document outcomes: intervals, tests, multiplicity, power."""
 
 from qbench.statistics.effect import (
     TESTABLE,

@@ -1,9 +1,8 @@
 """Effects with an interval, a test and the size that would be seen; correction for many tests.
 
-An effect is a signed sum of scores on the same documents, such as a quantized score minus the
-unquantized one. Interval and p come from one method, so that p < 5 % exactly if the 95 % interval
-leaves 0 out.
-"""
+An effect is a signed sum of scores on the same documents: Δ and damage have two terms, a
+difference-in-differences four. Interval and p come from one method, so that p < 5 % exactly if the
+95 % interval leaves 0 out."""
 
 from __future__ import annotations
 
@@ -73,9 +72,7 @@ class Effect:
     by the delta method, on the one scale on which it is tested.
 
     ``kind`` says what the numbers are: a ``difference`` in the units of the score, or, for
-    perplexities and KL divergences, a ``log ratio``: the same contrast of their logarithms. A
-    perplexity in the millions has no useful error of its own, so its difference has no interval.
-
+    perplexities and KL divergences, a ``log ratio``: the same contrast of their logarithms.
     ``drawn`` is the standard error that comes from drawing answers, which the interval includes.
     ``bounds`` are the one-sided 95 % bounds. ``method`` has the contrast at ``place``.
 
@@ -85,8 +82,8 @@ class Effect:
     family, by ``p_holm``, and by more than drawing other answers explains.
 
     Over several trainings it is the mean of their contrasts, ``each``, by group where they are not
-    pairs; ``of_seeds`` is the share of the mean's variance that comes from the seeds, from 0 to 1.
-    """
+    pairs; ``of_seeds`` is the share of the mean's variance that comes from the seeds, from 0 to
+    1."""
 
     kind: Kind
     estimate: float

@@ -1,12 +1,8 @@
 """How far estimates may be from the truth, by three methods: intervals, p and detectable sizes.
 
-Each method holds many estimates on the same documents, and its functions return an array with a
-number per estimate: perplexities and KL divergences by the bootstrap-t; the mean of a bounded
-value, such as right-or-wrong answers, by the score test; all else by Student's t.
-
+Each method holds many estimates on the same documents; its functions return a number per estimate.
 ``scipy.stats.bootstrap`` draws anew for each statistic. Here a round is a vector of counts (how
-often each document was drawn), and one matrix product gives the sums of every estimate.
-"""
+often each document was drawn), and one matrix product gives the sums of every estimate."""
 
 from __future__ import annotations
 
@@ -155,6 +151,7 @@ NORMAL = np.linspace(-FARTHEST, FARTHEST, 121)
 class BootstrapT(Method):
     """Hold how (estimate − truth) / standard error is spread, by the bootstrap-t (Efron and
     Tibshirani 1993, section 12.5; Hall 1992, section 3.2), for ratios of sums over documents.
+    docs/methods.md has the share of simulations in which the interval covers the truth.
 
     If damage depends on a document's length, few long documents decide the sum, and Student's t
     covers too little on one side. ``quantiles`` [121, estimates] are those of the bootstrap's
@@ -164,10 +161,7 @@ class BootstrapT(Method):
 
     Both ends lie at least as far as Student's t puts them, since skewness that is estimated from
     some dozens of documents is mostly noise. They lie at most twice as far as any document: if few
-    documents changed, some rounds draw none of them and have a standard error of 0.
-
-    docs/methods.md has the share of simulations in which the interval covers the truth.
-    """
+    documents changed, some rounds draw none of them and have a standard error of 0."""
 
     # As bounds the ends of the two-sided interval cover 94 % or more in simulations where damage
     # grows with a page's length, the bootstrap-t's one-sided bounds 91 to 95 %.
@@ -473,10 +467,10 @@ def detectable_mean(
     mean_square: Floats, documents: Floats, *, reach: Floats, level: float | Floats
 ) -> Floats:
     """Return the smallest mean that the score test at ``level`` detects with 80 % power; infinite
-    if there are too few documents for any. Documents' values have the observed ``mean_square``, and
-    magnitudes of at most ``reach`` (Connor 1987, Biometrics 43: 207–211). If so few changed that
-    none would be detected even if all changed in one direction, as many more changes are assumed as
-    are needed."""
+    if there are too few documents for any. Values have the observed ``mean_square``, and magnitudes
+    of at most ``reach`` (Connor 1987, Biometrics 43: 207–211). If so few changed that none would be
+    detected even if all changed in one direction, as many more changes are assumed as are
+    needed."""
     critical, beyond = special.ndtri(1 - level / 2), special.ndtri(POWER)
     # The fewest changes, all in one direction and as large as can be, that are significant.
     fewest = np.floor(critical**2) + 1

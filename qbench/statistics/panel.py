@@ -1,12 +1,8 @@
 """Outcomes of several cells on the same documents, and contrasts of their scores.
 
 A score is a function of Σ values / Σ weights: that ratio itself for accuracies, exp(−ratio) for
-perplexities. Perplexities are compared by their logarithm, −ratio, which is linear: differences
-of it are logarithms of ratios of perplexities. So is KL divergence: its contrasts are of ln(mean).
-
-A results folder has thousands of contrasts over the same documents, so all functions take many at
-once: a row per contrast of signs [contrasts, columns].
-"""
+perplexities, which are compared by their logarithm, −ratio. So is KL divergence: its contrasts are
+of ln(mean). All functions take many contrasts at once, a row of signs each [contrasts, columns]."""
 
 from __future__ import annotations
 

@@ -63,20 +63,18 @@ def over_trainings(
 def over_seeds(panel: Panel, groups: Trainings, aggregation: str) -> Effect | Missing:
     """Return the effect Σ over ``groups`` of the mean of a group's contrasts, of all columns of the
     panel. ``Missing`` with one training, too few documents, or a score that is not finite.
-
     Contrasts of trainings that are pairs (same seed, data and order) are in one group; of two
     normalizers with unequal numbers of trainings each is a group of its own.
 
     The interval is Banerjee's (1960, Sankhyā 22, 359–364), never narrower than that of the
     documents alone; docs/methods.md says how often it covers the truth. What document and seed
-    share counts to the seeds. Unlike that of ``effect`` it is not corrected for perplexities whose
-    damage depends on a document's length; of KL divergences, which have heavy tails, the documents'
-    part is the bootstrap-t of the mean over trainings; of right-or-wrong answers of which few
-    changed, the score interval.
+    share counts to the seeds. It is not corrected for perplexities whose damage depends on a
+    document's length; of KL divergences, which have heavy tails, the documents' part is the
+    bootstrap-t of the mean over trainings; of right-or-wrong answers of which few changed, the
+    score interval.
 
     The detectable size uses the number of trainings of the smaller group. With three trainings and
-    72 comparisons a mean must be almost 38 standard errors from 0 to be marked.
-    """
+    72 comparisons a mean must be almost 38 standard errors from 0 to be marked."""
     if aggregation not in TESTABLE:
         return Missing(reason=f"no test over seeds is known for {aggregation}")
     if panel.documents < 2:

@@ -463,16 +463,14 @@ def tokenize(
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> AboutTokens:
     """Write the token files to train on and held out for measuring to the new folder ``out``;
-    return what ``tokens.json`` says.
-
-    ``sources``: see :func:`documents`. ``tokenizer``: a folder or hub id that has one, or the
-    number of entries of a new one, learned from the text. Each document becomes BOS (if ``bos``),
-    its text, EOS (if ``eos``); one in STRIDE is held out, up to HELD_OUT ids. Writing stops after
-    the document that reaches ``most_tokens`` ids to train on. ``decontaminate``: a folder of
-    evaluation texts; lines that share a 13-gram with one are left out. ``progress`` is called with
-    the documents and tokens so far. Raises DataError for text or tokenizers that do not serve,
-    RecipeError for a bad name or an ``out`` that exists, OutputError if it cannot be written.
-    """
+    return what ``tokens.json`` says. ``sources``: see :func:`documents`. ``tokenizer``: a folder or
+    hub id that has one, or the number of entries of a new one, learned from the text. Each document
+    becomes BOS (if ``bos``), its text, EOS (if ``eos``); one in STRIDE is held out, up to HELD_OUT
+    ids. Writing stops after the document that reaches ``most_tokens`` ids to train on.
+    ``decontaminate``: a folder of evaluation texts; lines that share a 13-gram with one are left
+    out. ``progress`` is called with the documents and tokens so far. Raises DataError for text or
+    tokenizers that do not serve, RecipeError for a bad name or an ``out`` that exists, OutputError
+    if it cannot be written."""
     for source in sources:
         require_source(source)
     if out.exists():

@@ -75,8 +75,8 @@ def model_settings(
 def flops_per_token(model: LlamaForCausalLM, context: int) -> float:
     """Return the FLOP per token of a forward and a backward pass: 6 per parameter in matrix
     products (all matrices but the embeddings, which are looked up; the output matrix counts, tied
-    or not), and 6 · layers · hidden · context for attention's two products, causal. Recomputation
-    and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved for
+    or not), and 6 · layers · hidden · context for attention's two products, causal, without
+    recomputation and norms (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved for
     causality)."""
     config = model.config
     products = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
@@ -131,14 +131,12 @@ def initial_model(
 ) -> tuple[LlamaForCausalLM, str]:
     """Return a float32 model with its initial weights on ``device``, and its attention, such as
     ``softpick/triton``. Seeds torch's global generator. ``normalizer`` may have a gate
-    (``softmax+head-gate``); ``attention`` names its implementation.
-
-    The weights are drawn on the CPU and depend only on ``shape`` and ``seed``: they are the same
-    for every attention function, whose own parameters come after, and so do gates. Parameters that
-    the attention function can do without are there only if ``shape`` names them. ``tokens``: the
-    ids ``bos`` and ``eos``; ``pad`` is ignored, since rows are never padded. Raises
-    UnavailableError if the attention implementation cannot run.
-    """
+    (``softmax+head-gate``); ``attention`` names its implementation. The weights are drawn on the
+    CPU and depend only on ``shape`` and ``seed``: they are the same for every attention function,
+    whose own parameters come after, and so do gates. Parameters that the attention function can do
+    without are there only if ``shape`` names them. ``tokens``: the ids ``bos`` and ``eos``; ``pad``
+    is ignored, since rows are never padded. Raises UnavailableError if the attention implementation
+    cannot run."""
     torch.manual_seed(seed)
     settings = model_settings(shape, normalizer, **tokens)
     settings["pad_token_id"] = None  # rows are never padded; torch would not train its embedding

@@ -1,5 +1,3 @@
-"""Results in a browser: a local server, a static site, a page in one file. Imports no torch.
-
-``data`` makes JSON of records, ``server`` and ``export`` hand it to the page, whose source is in
-``frontend`` (TypeScript; ``npm run build`` writes ``static``, which is what is shipped).
-"""
+"""Results in a browser: a local server, a static site, a page in one file. Imports no torch. The
+page's source is in ``frontend`` (TypeScript); ``npm run build`` writes ``static``, which is
+shipped."""

@@ -4,11 +4,8 @@ whether a token's logits depend on later tokens, or on the other rows of its bat
 Changed tokens leave every shape as it is, so the same kernels run and a model without such a
 dependence gives the same bits, unless its kernels do not repeat themselves, or experts get other
 numbers of tokens: what the unquantized model moves by, and what a repetition moves, is allowed.
-Both kinds of change are made at once first, and one by one only if that moves a logit.
 Texts that are cut have other shapes and so other rounding. In 16 bits that may send single tokens
-to other experts: there a share of all tokens must move, and more than in a batch of one row, whose
-shape differs too.
-"""
+to other experts: there a share of all tokens must move, and more than in a batch of one row."""
 
 from __future__ import annotations
 
@@ -286,9 +283,9 @@ def stored_size(
 ) -> StoredSize:
     """Return the stored size of ``original``, whose matrices are ``originals``, with the audited
     ``modules`` in their place; for a published copy the size of its files, None if not counted. A
-    weight's bits are those of all tensors kept for its matrix, codes, scales, zeros, codebooks and
-    indices, over the numbers of the unquantized matrix; matrices outside embeddings and LM head,
-    unquantized ones counted with the bits that they take. Biases and norms count in GiB only."""
+    weight's bits are those of all tensors kept for its matrix over the numbers of the unquantized
+    one, for matrices outside embeddings and LM head, unquantized ones too. Biases and norms count
+    in GiB only."""
     if weights is not None and weights.prequantized:
         return weights.size
     head = original.get_output_embeddings()

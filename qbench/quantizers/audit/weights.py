@@ -422,16 +422,14 @@ def _problems(
 
 def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
     """Return ``expected`` [out, in] times the factors of rows and columns that bring it closest to
-    ``weight``, by least squares, and these factors [out, in].
-
-    AWQ and SmoothQuant move a factor per column into the layer before, whose rows are divided by
-    it. If factors hardly reduce the difference, or not below the relative error ``bound``, return
-    (``expected``, None). ``audit.compare`` checks that the factors cancel.
+    ``weight``, by least squares, and these factors [out, in]; (``expected``, None) if factors
+    hardly reduce the difference, or not below the relative error ``bound``. AWQ and SmoothQuant
+    move a factor per column into the layer before; ``audit.compare`` checks that the factors
+    cancel.
 
     Errors are counted after scaling, as weights were rounded: a column whose input is nearly zero
     has a tiny factor, over which its rounding error would be divided. A column of zeros has the
-    factor 0, but counts as lost with the size that the others have.
-    """
+    factor 0, but counts as lost with the size that the others have."""
     factor = [torch.ones_like(weight[:, :1]), torch.ones_like(weight[:1])]
     for step in range(8):
         other = factor[step % 2] * expected
