@@ -52,11 +52,6 @@ def free_gpu_bytes(device: torch.device | None = None) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def half_is_free(device: torch.device) -> bool:
-    """Return whether PyTorch can allocate more than half of a GPU's memory."""
-    return free_gpu_bytes(device) > torch.cuda.mem_get_info(device)[1] / 2
-
-
 def stream(model: nn.Module, device: str | torch.device) -> nn.Module:
     """Set up ``model``, whose weights are on the host, to run on ``device`` block by block, and
     return it. Raises UnavailableError if it has no list of blocks."""

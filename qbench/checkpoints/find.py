@@ -119,18 +119,24 @@ def named(source: str) -> Iterator[None]:
         raise UnavailableError(f"{error} (checkpoint {source})") from error
 
 
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Make of an OSError in the body a CheckpointError: the file ``name`` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} cannot be read ({reason(error)}); correct its permissions, or fetch it again"
+        ) from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file ``path``. Raises CheckpointError if it cannot be read or
     is not an object."""
-    content = b""
-    try:
+    with readable(path.name):
         content = path.read_bytes()
+    try:
         value = json.loads(content)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read ({reason(error)}); correct its permissions, or fetch it "
-            "again"
-        ) from None
     except (ValueError, RecursionError) as error:
         why = f"is not JSON ({error}); fetch it again"
         why = LFS_REMEDY if content.startswith(LFS_POINTER) else why
@@ -318,14 +324,12 @@ def files_read(folder: Path, weights: list[str]) -> tuple[tuple[str, int, int], 
     loading reads: ``weights``, config.json, the others by name. Raises CheckpointError."""
     paths = (path for pattern in READ for path in folder.glob(pattern) if path.is_file())
     names = {path.relative_to(folder).as_posix() for path in paths} - {*weights, CONFIG}
-    try:
-        stats = [(name, (folder / name).stat()) for name in (*weights, CONFIG, *sorted(names))]
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename} cannot be read ({error.strerror}); fetch the checkpoint again, or "
-            "correct the permissions of its folder"
-        ) from None
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    files = []
+    for name in (*weights, CONFIG, *sorted(names)):
+        with readable(name):
+            stat = (folder / name).stat()
+        files.append((name, stat.st_size, stat.st_mtime_ns))
+    return tuple(files)
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
@@ -351,15 +355,10 @@ def digests(folder: Path, names: list[str], weights: list[str]) -> tuple[str, di
     total = hashlib.sha256()
     parts = {name: hashlib.sha256() for name in ("weights", "config", "tokenizer")}
     for name in names:
-        try:
+        with readable(name):
             path = folder / name
             large = path.stat().st_size > LARGE
             content = kept_digest(path, digest_of_parts if large else file_digest)
-        except OSError as error:
-            raise CheckpointError(
-                f"{name} cannot be read ({error.strerror}); correct its permissions, or fetch it "
-                "again"
-            ) from None
         part = "config" if name in (CONFIG, "generation_config.json", INDEX) else "tokenizer"
         for hashed in (total, parts["weights" if name in weights else part]):
             hashed.update(f"{name} {content}\n".encode())

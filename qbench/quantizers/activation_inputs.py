@@ -48,15 +48,11 @@ def install(model: nn.Module, settings: RoundedInputs, tensors: Mapping[str, Ten
 
 
 def evidence(model: nn.Module, settings: RoundedInputs) -> dict[str, ActivationEvidence]:
-    """Return the format and static scale of each module's input, by module's name; empty if none is
-    quantized. ``settings`` is not used."""
-    inputs = getattr(model, ATTRIBUTE, None)
-    if inputs is None:
-        return {}
-    return {
-        name: ActivationEvidence(format=inputs.form, fixed=fixed)
-        for name, fixed in inputs.scales.items()
-    }
+    """Return the format and static scale of each module's input, by module's name. ``settings`` is
+    not used."""
+    inputs = getattr(model, ATTRIBUTE)
+    scales = inputs.scales.items()
+    return {n: ActivationEvidence(format=inputs.form, fixed=fixed) for n, fixed in scales}
 
 
 # Ranges on calibration text

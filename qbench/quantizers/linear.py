@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from qbench.errors import QuantizationError
 from qbench.machine import memory_gib
 from qbench.quantizers.config import PackedWeight, WeightSettings, backend, matching
-from qbench.streaming import half_is_free, load_block, stream_of
+from qbench.streaming import free_gpu_bytes, load_block, stream_of
 
 Tensors = dict[str, Tensor]
 KEPT_WEIGHT = "qbench_weight"  # attribute of a layer: its weight, and what it was made of
@@ -169,7 +169,8 @@ def kept_weight(
             room = memory_gib("cpu") > FREE_GIB
         else:  # while a graph is captured, the weight lies in the graph's memory
             capturing = torch.cuda.is_current_stream_capturing()
-            room = not capturing and half_is_free(weight.device)
+            total = torch.cuda.mem_get_info(weight.device)[1]
+            room = not capturing and free_gpu_bytes(weight.device) > total / 2
         setattr(module, KEPT_WEIGHT, (weight, now) if room else (None, ()))
     return weight
 
