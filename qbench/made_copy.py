@@ -1,7 +1,6 @@
 """Have a library write a quantized copy of a checkpoint, once per content key.
 
-The library runs in a process of its own: ``python -m qbench.made_copy JOB.json``.
-"""
+The library runs in a process of its own: ``python -m qbench.made_copy JOB.json``."""
 
 from __future__ import annotations
 

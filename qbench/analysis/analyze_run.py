@@ -1,7 +1,6 @@
 """Choose the cells to analyze, give them keys, and analyze those without a record.
 
-Imports no torch before a cell is analyzed.
-"""
+Imports no torch before a cell is analyzed."""
 
 from __future__ import annotations
 

@@ -70,8 +70,7 @@ def measure_weights(call: Call) -> dict[str, Tensor]:
     softmax; ``entropy`` −Σ p ln p with p = a / Σ a, in nats, NaN of a query without any weight.
     ``zeros`` [B, H]: share of the pairs that attention allows whose weight is exactly 0: the
     softpick paper's sparsity (section 6.1, table 4: "exact zeros in the lower triangle"); its
-    published script counts |a| ≤ 1e-5 by default.
-    """
+    published script counts |a| ≤ 1e-5 by default."""
     batch, heads, length, _ = call.query.shape
     empty = partial(torch.zeros, batch, heads, device=call.query.device)
     columns, columns_gu = (empty(keys, dtype=torch.float64) for keys in (length, POSITIONS))

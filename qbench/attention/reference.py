@@ -51,8 +51,7 @@ def attention(
     Returns [B, Hq, Tq, Dv], in the dtype of torch.autocast if that is on.
 
     Raises RecipeError for an unknown normalizer, UnavailableError for a parameter that it does not
-    have or that is missing, ValueError for shapes that do not fit.
-    """
+    have or that is missing, ValueError for shapes that do not fit."""
     query, key, value = autocast(query, key, value)
     chosen = NORMALIZERS[normalizer]
     check(query, key, value, mask, seq_bounds)

@@ -201,8 +201,7 @@ class Mask:
     :mod:`qbench.attention.kernels.varlen`) and ``window`` (keys up to its own that a query sees)
     say the same, so that kernels need no mask. ``padding`` [B, T]: the model's ``attention_mask``;
     keys begin at ``kv_offset`` of it, since the cache of a sliding window drops earlier ones.
-    ``cache_length``: keys that a static cache holds so far; ``cache_slack`` more have memory.
-    """
+    ``cache_length``: keys that a static cache holds so far; ``cache_slack`` more have memory."""
 
     dense: Callable[[], Tensor]
     no_dense_mask: bool = False

@@ -1,7 +1,6 @@
 """Read checkpoints, weights, tokenizer and normalizer, as stock models of transformers.
 
-``find`` reads files without torch; ``load`` makes the model.
-"""
+``find`` reads files without torch; ``load`` makes the model."""
 
 from qbench.checkpoints.find import Checkpoint, find
 

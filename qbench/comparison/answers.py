@@ -1,6 +1,5 @@
 """Compare answers: KL divergence along the unquantized model's, by position and class of token, and
-how a cell's own answers differ.
-"""
+how a cell's own answers differ."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ class Losses:
     ``cells``: cell → the loss with an interval (of KL its logarithm), or why there is none.
     ``contrasts``: (checkpoint or group, quantizer) → what it loses more than the baseline; p
     adjusted over all. ``overall``: the same by checkpoint or group, mean over the quantizers that
-    both have. Of KL and perplexities differences are logarithms of ratios.
-    """
+    both have. Of KL and perplexities differences are logarithms of ratios."""
 
     measure: str
     aggregation: str

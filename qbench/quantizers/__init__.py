@@ -1,8 +1,7 @@
 """Quantize models: settings by name, quantized layers, and the audit that compares both.
 
 What is imported here needs no torch: ``qbench plan`` and ``qbench list`` start at once. The work is
-in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.compare.audit``.
-"""
+in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.compare.audit``."""
 
 import importlib
 import pkgutil

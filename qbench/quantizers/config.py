@@ -21,8 +21,7 @@ names, or of the module that it is defined in. ``qbench.quantizers.quantize`` ca
     transform    transform(model, settings, tensors): in place
 
 All but weights may have calibrate(model, settings, calibration, progress) → ``tensors``. It sees
-the model before its weights are quantized, and must not change it.
-"""
+the model before its weights are quantized, and must not change it."""
 
 from __future__ import annotations
 

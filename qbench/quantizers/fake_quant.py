@@ -6,8 +6,7 @@ activation cannot pass for a number. On a GPU a kernel computes the same, bit fo
 
 Formulas: integers, compressed-tensors' ``calculate_qparams``: scale = 2 max|x| / (2^b − 1) or
 (max − min) / (2^b − 1); FP8 and MX, OCP Microscaling Formats v1.0 (2023); NVFP4, NVIDIA,
-"Pretraining Large Language Models with NVFP4" (2025), appendix C.
-"""
+"Pretraining Large Language Models with NVFP4" (2025), appendix C."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ class QuantFormat:
     ``strategy``: what shares a scale: a ``token``'s values, a ``group`` of ``group_size`` of them,
     the whole ``tensor``; ``tensor_group``: groups, under a scale of the tensor's (NVFP4).
     ``dynamic``: scales come from the values themselves; else that of the tensor is fixed before.
-    ``scale_dtype``: what scales are rounded to, as torch names it.
-    """
+    ``scale_dtype``: what scales are rounded to, as torch names it."""
 
     num_bits: int
     type: Literal["int", "float"] = "int"

@@ -3,8 +3,7 @@
 Sylvester's construction gives the powers of two, Paley's two (R. E. A. C. Paley, On orthogonal
 matrices, 1933) those of order q + 1 for a prime q ≡ 3 (mod 4) and 2 (q + 1) for q ≡ 1 (mod 4); the
 Kronecker product of two is one again. An order is taken as the smallest Paley matrix times a power
-of two that gives it: 384 = 12 · 32, 2,816 = 44 · 64.
-"""
+of two that gives it: 384 = 12 · 32, 2,816 = 44 · 64."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ do not tell them apart; they are small.
 transformers holds the experts of Mixtral, Qwen MoE, DeepSeek, gpt-oss and others as
 ``gate_up_proj`` [experts, 2 · inner, hidden] and ``down_proj`` [experts, hidden, inner] (gpt-oss
 transposed). A quantizer of linear layers would not see them. ``linearize`` puts in their place a
-module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down_proj``.
-"""
+module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down_proj``."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ model differs before and after saving cannot give two different scores.
     ROOT/<digest of the original, 16 digits>/<config>-<key, 16 digits>.safetensors
 
 The file holds tensors, named as ``make`` says, and as metadata its key, the parts of that, and a
-note. A damaged one is detected by the digest beside it, and written again.
-"""
+note. A damaged one is detected by the digest beside it, and written again."""
 
 from __future__ import annotations
 

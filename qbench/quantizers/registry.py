@@ -6,8 +6,7 @@ A quantizer is written as parts joined by ``+``, each a name with options after 
 
 A recipe may write a mapping instead, with the same names and options::
 
-    {name: gptq-4bit, group_size: 64}        {weights: gptq-4bit, kv_cache: {name: int4-token}}
-"""
+    {name: gptq-4bit, group_size: 64}        {weights: gptq-4bit, kv_cache: {name: int4-token}}"""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def register(template: str, description: str, **choices: Any) -> Callable[[S], S
 
         @register("hqq-{num_bits}bit", "HQQ, {num_bits} bits", num_bits=(2, 3, 4, 8))
         @settings
-        class Hqq(WeightSettings): ...
-    """
+        class Hqq(WeightSettings): ..."""
     values = [v if isinstance(v, tuple) else (v,) for v in choices.values()]
 
     def add(kind: S) -> S:

@@ -147,8 +147,7 @@ def effects(
     - All else: Student's t on the documents' contributions.
 
     The last, and lengths of answers, need ``FEW_CHANGES`` documents that changed. All need two
-    documents, KL divergences and lengths ``FEWEST_KL``.
-    """
+    documents, KL divergences and lengths ``FEWEST_KL``."""
     arrays: list[NDArray] = []  # of documents, each that differs once
     index: dict[object, int] = {}
     for name in dict.fromkeys(name for signs in contrasts for name in signs):

@@ -249,8 +249,7 @@ def bootstrap_log_means(made: Contrasts, scores: Scores, *, kl: bool) -> tuple[N
     A few documents may have much of all KL, and a sample may lack them. So with ``kl`` the ends
     move by what one more document would change whose KL is ``MISSED_NATS`` or ``MISSED_TIMES`` the
     mean, whichever is more (docs/methods.md). Without ``kl`` the standard error counts the farthest
-    document on either side ``UNSEEN`` times more.
-    """
+    document on either side ``UNSEEN`` times more."""
     documents, many, counted, missed = scores.documents, len(made.signs), made.stderr, 0.0
     if kl:
         more = np.log1p(np.maximum(MISSED_TIMES, MISSED_NATS / scores.ratio) / documents)
@@ -326,8 +325,7 @@ class ScoreTest(Method):
     probabilities maximize the likelihood under the tested mean: Lang (2008), Statistics in Medicine
     27: 5874–5890. It keeps its coverage with few or no changes. For values 0 and 1 it is Wilson's
     interval (1927), for −1, 0 and 1 Tango's (1998, Statistics in Medicine 17: 891–908). p is that
-    of the same test; for −1, 0 and 1 it is McNemar's without correction for continuity.
-    """
+    of the same test; for −1, 0 and 1 it is McNemar's without correction for continuity."""
 
     values: Floats
     counts: Floats

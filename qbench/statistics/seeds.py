@@ -2,8 +2,7 @@
 
 Each training was scored on the same documents. So a document's contribution to a training's effect
 is μ + seed + document + rest, a two-way layout without repeats. The mean's variance has a part of
-the seeds, which more documents do not make smaller, and one of the documents.
-"""
+the seeds, which more documents do not make smaller, and one of the documents."""
 
 from __future__ import annotations
 

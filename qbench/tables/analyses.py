@@ -1,7 +1,6 @@
 """Render the results of `qbench analyze`: the softpick paper's table 4, and one CSV of all numbers.
 
-The viewer's page *Why* shows the rest.
-"""
+The viewer's page *Why* shows the rest."""
 
 from __future__ import annotations
 

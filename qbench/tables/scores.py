@@ -1,7 +1,6 @@
 """Build tables of scores with their footnotes: Δ, damage, what quantization costs one model.
 
-Laid out as the softpick paper's tables 8 to 13: one table per quantization method.
-"""
+Laid out as the softpick paper's tables 8 to 13: one table per quantization method."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Make token files from text, read them, cut sequences from them, and choose those of each step.
 
-Imports no torch before a batch is made.
-"""
+Imports no torch before a batch is made."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ the order in which ``overview`` lists them.
     0/documents/3/1           cell 3, task 1: outcomes and responses per document
     0/tokens/3/1/7            KL divergence per token of document 7, if the record has it
     0/texts/1                 task 1: prompts and answers, if its data are available
-    0/analysis                sinks, outliers, sensitivity
-"""
+    0/analysis                sinks, outliers, sensitivity"""
 
 from __future__ import annotations
 

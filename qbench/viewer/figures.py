@@ -1,7 +1,6 @@
 """Write the tables and the softpick paper's figures of `qbench analyze`; the viewer has the rest.
 
-matplotlib lays them out; text stays text, and equal analyses give equal bytes.
-"""
+matplotlib lays them out; text stays text, and equal analyses give equal bytes."""
 
 from __future__ import annotations
 

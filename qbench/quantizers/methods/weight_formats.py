@@ -2,8 +2,7 @@
 FP8, NVFP4, MXFP4, MXFP8.
 
 int8 and FP8 have a float32 scale, so that the largest magnitude is the largest code: nothing is
-clipped. FP8 is E4M3 without infinities, largest 448 (Micikevicius et al., FP8 formats, 2022).
-"""
+clipped. FP8 is E4M3 without infinities, largest 448 (Micikevicius et al., FP8 formats, 2022)."""
 
 from __future__ import annotations
 
