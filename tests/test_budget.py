@@ -300,7 +300,7 @@ def test_a_peer_is_compared_on_the_same_documents_a_copy_or_the_best_uniform_col
     whole = first_blocks(original(tmp_path / "llama"), tmp_path / "whole")
     copy = copy_of(whole, "fp8", tmp_path / "fp8")
     options = ("--methods", "bnb-4bit", "--bits", 5, "--peers", "bnb-4bit", "--length", 16,
-               "--texts", 2, "--limit", 9, "--quantized", f"fp8={copy}")  # fmt: skip
+               "--texts", 2, "--limit", 20, "--quantized", f"fp8={copy}")  # fmt: skip
     checkpoint, out = ("--checkpoint", f"m={whole}"), tmp_path / "out"
     assert qbench("budget", *checkpoint, *OPTIONS[:-2], *options, "--out", out) == 0
     store = Store(out)
@@ -321,7 +321,7 @@ def test_a_peer_is_compared_on_the_same_documents_a_copy_or_the_best_uniform_col
     assert peer["mix"] == "mix-5"
     assert peer["other_bits"] == records["fp8"].audit.size.bits_per_weight
     assert peer["other_bits"] == pytest.approx(8, abs=0.1)
-    assert peer["documents"] == len(means["fp8"]) == 9
+    assert peer["documents"] == len(means["fp8"]) == 20
     assert peer["ratio"] == pytest.approx(means["mix-5"].mean() / means["fp8"].mean())
 
 
