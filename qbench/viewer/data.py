@@ -424,7 +424,7 @@ def task_texts(results: Results, task: int) -> Json:
     if results.texts is None:
         return {**empty, "missing": NO_TEXTS}
     for record in results.store.records():
-        if name in record.documents:
+        if any(score.task == name for score in record.scores):
             try:
                 questions = results.texts(record, name)
             except QbenchError as error:

@@ -7,13 +7,16 @@ import re
 import shutil
 import threading
 import time
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
 import pytest
 from small_recipe import qbench
+from synthetic import make_store
 from viewer.conftest import HOSTILE, fill
 
+from qbench.cli.view import document_texts
 from qbench.comparison.compare import compare
 from qbench.errors import ResultsError
 from qbench.store import Store
@@ -84,6 +87,15 @@ def test_documents_and_tokens_are_the_record_s(folder):
     document = rows[rows["document"] == 3]
     assert tokens["samples"][0]["texts"] == document["text"].tolist()
     assert pages["kl"]["kl"][3] == pytest.approx(document["kl"].mean(), abs=1e-6)
+
+
+def test_a_task_that_failed_in_every_cell_has_no_texts(tmp_path):
+    """Its documents are in the records, its scores are not."""
+    store = make_store(tmp_path, sizes={"piqa": 5}, quantizers=["bf16"])
+    for record in store.records():
+        store.put(record.model_copy(update={"documents": {"piqa": 64 * "0"}, "scores": ()}))
+    results = Results(store, texts=partial(document_texts, None))
+    assert results.payload("texts/0")["missing"] == "No cell has scored this task yet."
 
 
 @pytest.mark.parametrize("name", ["nothing", "cell/99", "documents/0/9", "cell/../0"])
