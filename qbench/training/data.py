@@ -507,9 +507,9 @@ def tokenize(
                     if tokens["train"] >= most:
                         break
                     number = count.total()
-                    hold_out = number % STRIDE == 0 and tokens["held_out"] < HELD_OUT
-                    part = "held_out" if hold_out else "train"
                     row = np.asarray([*begin, *encoded, *end], dtype)
+                    hold_out = number % STRIDE == 0 and len(row) <= HELD_OUT > tokens["held_out"]
+                    part = "held_out" if hold_out else "train"
                     (held_out if hold_out else train).write(row.tobytes())
                     tokens[part] += len(row)
                     count[part] += 1
@@ -521,7 +521,10 @@ def tokenize(
                     sha256=None if streamed else file_digest(Path(source)),
                 ))  # fmt: skip
         if not tokens["train"]:
-            raise DataError(f"{', '.join(sources)}: no documents beside those held out; add text")
+            raise DataError(
+                f"{', '.join(sources)}: no documents beside those held out, the first of each "
+                f"{STRIDE}; add text, or put zero bytes between the documents of plain text"
+            )
         arrays = {
             part: TokenArray(tokens=tokens[part], documents=count[part], sha256=file_digest(path))
             for part, path in paths.items()

@@ -179,6 +179,16 @@ def test_no_source_is_read_once_there_are_enough_tokens(tmp_path, tokenizer_fold
     assert 100 <= about.train.tokens < 100 + longest
 
 
+def test_plain_text_without_zero_bytes_is_one_document(tmp_path, tokenizer_folder, monkeypatch):
+    path = tmp_path / "book.txt"
+    path.write_text("the cat sat\n" * 60)
+    with pytest.raises(DataError, match=r"beside those held out.*put zero bytes between the doc"):
+        tokenize([str(path)], tmp_path / "out", tokenizer=str(tokenizer_folder))
+    monkeypatch.setattr("qbench.training.data.HELD_OUT", 100)  # fewer than the book has
+    about = tokenize([str(path)], tmp_path / "out", tokenizer=str(tokenizer_folder))
+    assert (about.train.documents, about.held_out.documents) == (1, 0)
+
+
 def test_a_full_disk_is_told_in_a_line(tmp_path, tokenizer_folder, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
