@@ -3,5 +3,3 @@
 ``find`` reads files without torch; ``load`` makes the model."""
 
 from qbench.checkpoints.find import Checkpoint, find
-
-__all__ = ["Checkpoint", "find"]

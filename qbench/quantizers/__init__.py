@@ -6,22 +6,10 @@ in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.compare.a
 import importlib
 import pkgutil
 
-from qbench.quantizers import methods, published  # noqa: F401  (published registers)
+from qbench.quantizers import methods, published
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, settings
 from qbench.quantizers.methods.weight_only import Rtn
 from qbench.quantizers.registry import METHODS, config_of, register, unquantized_dtype
 
 for _module in pkgutil.iter_modules(methods.__path__):  # each registers its settings
     importlib.import_module(f"{methods.__name__}.{_module.name}")
-
-__all__ = [
-    "METHODS",
-    "PackedWeight",
-    "QuantizationConfig",
-    "Rtn",
-    "WeightSettings",
-    "config_of",
-    "register",
-    "settings",
-    "unquantized_dtype",
-]

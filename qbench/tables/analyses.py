@@ -63,15 +63,6 @@ def load_analyses(store: Store) -> AnalysisResults:
 
 # --- the paper's table 4
 
-# Heads of the table → the paper's names of the measures.
-MEASURES = {
-    "Sink rate %, ε 0.2": "sink_rate_0.2",
-    "Sink rate %, ε 0.3": "sink_rate_0.3",
-    "Kurtosis": "kurtosis",
-    "Min": "min",
-    "Max": "max",
-    "Sparsity %": "sparsity",
-}
 NOTES = (
     "Sink rate: share of heads, over texts, whose mean weight on the first key exceeds ε.",
     "Kurtosis of all hidden states at once. Sparsity: exact zeros in the lower triangle.",
@@ -100,10 +91,10 @@ def table_4(results: AnalysisResults) -> list[Table]:
     labels = dict.fromkeys(label for by_quantizer in kl_of.values() for label in by_quantizer)
     rows = []
     for name, analyses in (groups | cells).items():
-        measured = [_measures(each.measured) for each in analyses if each.measured is not None]
+        measured = [_measures(each.measured) for each in analyses]
         row = {
             head: _spread([each[head] for each in measured], partial(number, percent="%" in head))
-            for head in MEASURES
+            for head in measured[0]
         }
         for label in labels:
             values = [kl_of[each.cell].get(label) for each in analyses]
@@ -115,13 +106,16 @@ def table_4(results: AnalysisResults) -> list[Table]:
 
 
 def _measures(measured: Measured) -> dict[str, float | None]:
-    """Return the values of table 4's columns for one analysis, by the names of ``MEASURES``."""
+    """Return the values of table 4's columns for one analysis, by their heads."""
     rates, hidden = measured.sinks[0].rates, measured.hidden
-    values = (
-        *(rates["0.2"], rates["0.3"]),
-        *(hidden.kurtosis, hidden.minimum, hidden.maximum, measured.zeros),
-    )
-    return dict(zip(MEASURES, values, strict=True))
+    return {
+        "Sink rate %, ε 0.2": rates["0.2"],
+        "Sink rate %, ε 0.3": rates["0.3"],
+        "Kurtosis": hidden.kurtosis,
+        "Min": hidden.minimum,
+        "Max": hidden.maximum,
+        "Sparsity %": measured.zeros,
+    }
 
 
 def _kl_by_quantizer(analysis: Analysis, results: AnalysisResults) -> dict[str, float]:
