@@ -347,7 +347,7 @@ def cell_page(store: Store, cell: int) -> Json:
 def documents(store: Store, cell: int, task: int) -> Json:
     """Return, for task number ``task`` of cell number ``cell``: ``outcomes`` and ``responses``
     (None: not stored) by column, ``kl`` per document, ``by_token``: documents with tokens."""
-    record, name = _record(store, cell), _task(store, task)
+    record, name = _record(store, cell), store.manifest().tasks[task]
     page: Json = {
         "cell": record.cell,
         "task": name,
@@ -371,7 +371,7 @@ def tokens(store: Store, cell: int, task: int, document: int) -> Json:
     """Return, for a document of task number ``task``, a list ``samples``, each of columns by token:
     ``texts``, ``kl``, ``change`` of the log-probability, and ``agrees``, whether both models'
     likeliest token is the same (None: not recorded)."""
-    record, name = _record(store, cell), _task(store, task)
+    record, name = _record(store, cell), store.manifest().tasks[task]
     rows = _tokens(store, record, name)
     assert rows is not None, "the page asks for documents with tokens only"
     rows = rows[(rows["document"] == document) & rows["text"].notna()]
@@ -403,11 +403,6 @@ def _values(column: pd.Series, decimals: int = 4) -> list:
     return rounded.astype(object).where(column.notna(), None).tolist()
 
 
-def _task(store: Store, task: int) -> str:
-    """Return the name of task number ``task``. Raises IndexError if there is none."""
-    return store.manifest().tasks[task]
-
-
 def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
     """Return column → values of the rows of ``task``, rounded to 0.0001, without empty columns."""
     rows = table[table["task"] == task].drop(columns="task")
@@ -417,7 +412,7 @@ def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
 def task_texts(results: Results, task: int) -> Json:
     """Return, by document of task number ``task``, the ``texts`` of its requests (context and
     continuation) and the right answer as ``targets``. If both are empty, ``missing`` says why."""
-    name = _task(results.store, task)
+    name = results.store.manifest().tasks[task]
     empty: Json = {"task": name, "texts": {}, "targets": {}}
     if name == ANSWERS and (prompts := _prompts(results.store)):
         return empty | {"texts": prompts}
