@@ -275,21 +275,19 @@ class Stream:
         """Replace the forward of block ``index``: load and run it, or skip it if the current step
         is about another block."""
         step = self._step
-        if step is None:
-            self._turn(index)
-            output = block_forward(*args, **kwargs)
-            self._gives = len(output) if isinstance(output, tuple) else 0
-            return output
-        hidden, *rest = args
-        if index < step.index:
-            if index == len(self.blocks) - 1 and step.state is not None:
+        if step is not None:
+            hidden, *rest = args
+            if step.state is not None and index in (step.index, len(self.blocks) - 1):
                 hidden = step.state.to(self.device, non_blocking=True)
-            return (hidden, *[None] * (self._gives - 1)) if self._gives else hidden
-        if step.state is not None:
-            hidden = step.state.to(self.device, non_blocking=True)
+            if index < step.index:
+                return (hidden, *[None] * (self._gives - 1)) if self._gives else hidden
+            args = hidden, *rest
         self._turn(index)
-        step.output = block_forward(hidden, *rest, **kwargs)
-        self._gives = len(step.output) if isinstance(step.output, tuple) else 0
+        output = block_forward(*args, **kwargs)
+        self._gives = len(output) if isinstance(output, tuple) else 0
+        if step is None:
+            return output
+        step.output = output
         raise Stop
 
     @torch.inference_mode(False)

@@ -134,15 +134,12 @@ def _measured(
     for index, first in enumerate(range(0, length, STRETCH)):
         last = min(first + STRETCH, length) - 1
         bin_losses = losses[:, max(0, first - 1) : last].mean(1)
-        has_losses = last > 0
         bins.append(
             PositionBin(
                 first=first,
                 last=last,
-                loss=bin_losses.mean().item() if has_losses else None,
-                loss_stderr=(bin_losses.std() / texts**0.5).item()
-                if has_losses and texts > 1
-                else None,
+                loss=bin_losses.mean().item(),
+                loss_stderr=(bin_losses.std() / texts**0.5).item() if texts > 1 else None,
                 mass=rows["mass_stretch"][..., index].mean().item(),
                 largest=rows["largest_stretch"][..., index].mean().item(),
                 entropy=_mean(rows["entropy_stretch"][..., index]),

@@ -4,8 +4,7 @@ text is generated, and each query reads them rounded, the first ``sink_tokens`` 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from qbench.errors import UnavailableError
 
 if TYPE_CHECKING:
     from qbench.attention.transformers import Mask
+    from qbench.quantizers.fake_quant import KVFakeQuant
 
 KV_CACHE = "qbench_kv_cache"  # attribute of attention modules
 READ = "qbench_kv_cache_read"  # option of attention functions: keys and values were read already
@@ -32,22 +32,6 @@ class KVTrace(NamedTuple):
     positions: Tensor
 
 
-class QuantizedKVCache(ABC):
-    """Base class of a KV cache of few bits, carried by an attention module. ``sink_tokens``: tokens
-    at the beginning of a sequence that stay unquantized. ``one_scale``: all keys of a call share a
-    scale, and all values. ``watch``, if set, is called with each call's module and trace."""
-
-    sink_tokens: int = 0
-    one_scale: bool = False
-    watch: Callable[[nn.Module, KVTrace], None] | None = None
-
-    @abstractmethod
-    def rounded(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """Return keys or values ``x`` [B, H, T, D] as they are read back. ``positions`` int32 [B or
-        1, T]: each token's index in its own sequence, negative for padding; None if there are
-        no ``sink_tokens``."""
-
-
 def needs_sequences(model: nn.Module) -> bool:
     """Return whether attention must know where sequences begin, which a 4-D mask does not show."""
     return any(cache.sink_tokens > 0 for cache in _caches(model))
@@ -58,13 +42,13 @@ def one_scale(model: nn.Module) -> bool:
     return any(cache.one_scale for cache in _caches(model))
 
 
-def _caches(model: nn.Module) -> Iterator[QuantizedKVCache]:
+def _caches(model: nn.Module) -> Iterator[KVFakeQuant]:
     caches = (getattr(module, KV_CACHE, None) for module in model.modules())
     return (cache for cache in caches if cache is not None)
 
 
 def read(
-    cache: QuantizedKVCache,
+    cache: KVFakeQuant,
     module: nn.Module,
     key: Tensor,
     value: Tensor,

@@ -48,10 +48,8 @@ class Shape:
     variants: tuple[str, ...] = ("causal",)
 
     def __str__(self) -> str:
-        heads = f"{self.heads}"
-        if self.kv_heads != self.heads:
-            heads += f"/{self.kv_heads}"
-        return f"B{self.batch} T{self.length} H{heads} D{self.head_dim}"
+        shared = f"/{self.kv_heads}" if self.kv_heads != self.heads else ""
+        return f"B{self.batch} T{self.length} H{self.heads}{shared} D{self.head_dim}"
 
     def tensors(self) -> list[Tensor]:
         """Return random query [B, H, T, D], key and value [B, KV heads, T, D]: bf16, grad on."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qbench.attention.quantized_kv import KV_CACHE, QuantizedKVCache
+from qbench.attention.quantized_kv import KV_CACHE, KVTrace
 from qbench.quantizers.formats import (
     ELEMENTS,
     LEAST_E4M3,
@@ -213,8 +213,12 @@ class FakeQuant:
 # --- round keys and values to few bits as an attention module reads them
 
 
-class KVFakeQuant(QuantizedKVCache):
-    """A KV cache that rounds keys and values to the format of ``settings``."""
+class KVFakeQuant:
+    """A KV cache that rounds keys and values to the format of ``settings``, carried by an attention
+    module. ``one_scale``: all keys of a call share a scale, and all values. ``watch``, if set, is
+    called with each call's module and trace."""
+
+    watch: Callable[[nn.Module, KVTrace], None] | None = None
 
     def __init__(self, settings: KVCache) -> None:
         self.sink_tokens = settings.sink_tokens
@@ -223,7 +227,8 @@ class KVFakeQuant(QuantizedKVCache):
 
     def rounded(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Return keys or values ``x`` [B, H, T, D] rounded; tokens at ``positions`` below
-        ``sink_tokens`` stay as they are."""
+        ``sink_tokens`` stay as they are. ``positions`` int32 [B or 1, T]: each token's index in its
+        own sequence, negative for padding; None if there are no ``sink_tokens``."""
         x = x.transpose(1, 2)  # [B, T, H, D], as they lie: no copy
         sinks, fixed = None, None
         if self.sink_tokens:

@@ -315,8 +315,6 @@ def not_finite(model: nn.Module) -> list[str]:
 
 def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     """Return scalar tensors as floats, in one transfer: each waits for others on the GPU."""
-    if not scalars:
-        return {}
     device = next(iter(scalars.values())).device
     stacked = torch.stack([scalar.to(device, torch.float64) for scalar in scalars.values()])
     return dict(zip(scalars, stacked.tolist(), strict=True))

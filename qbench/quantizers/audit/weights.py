@@ -447,16 +447,14 @@ def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor 
 def levels(groups: Tensor) -> Tensor:
     """Return the most distinct values in a row of ``groups`` [groups, weights per group], a scalar
     on their device."""
-    most = [groups.new_ones((), dtype=torch.int64)]
+    most = []
     for part in groups.split(max(1, 2**24 // groups.shape[1])):
         if part.is_cuda:
             ordered = part.sort(dim=1).values
         else:  # twenty times as fast as torch's
             wide = part.float() if part.element_size() == 2 else part
             ordered = torch.from_numpy(np.sort(wide.numpy(), axis=1))
-        changes = (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
-        if len(changes):
-            most.append(changes.max() + 1)
+        most.append((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1).max() + 1)
     return torch.stack(most).max()
 
 
