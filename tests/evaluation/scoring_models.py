@@ -176,5 +176,10 @@ KINDS: dict[str, list[Instance]] = {
     ],
     "context longer than max_length": [instance(text(i, 90), " the cat", i) for i in range(3)]
     + [instance("a", " the", 3)],
+    "examples before each question": [
+        instance(text(0, 9) + "\n" + text(1, 5) + "\n" + context, f" the {word}", i, k)
+        for i, context in enumerate(("nobody", "the cat", "the mat"))
+        for k, word in enumerate(("cat", "mat sat", "cat on"))
+    ],
     "a single request": [instance("a", " the", 0)],
 }

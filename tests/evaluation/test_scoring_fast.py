@@ -1,5 +1,6 @@
 """Fast scoring against exact: packing, order and batch size change nothing but rounding."""
 
+import random
 from contextlib import nullcontext
 
 import numpy as np
@@ -43,37 +44,44 @@ def test_fast_equals_exact_in_float32(kind):
     assert_close(ask(fast, KINDS[kind]), expected)
 
 
-@pytest.mark.parametrize("batch_tokens", [70, 200])
-def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens):
-    """First rolling windows all have the prefix token for context; they share nothing else."""
-    windows = to_requests(([0], range(5, 50 + i), i) for i in range(6))
-    choices_ = to_requests((range(9), [20 + i, *range(30)], i) for i in range(12))
-
-    def packs_of(requests, batch_tokens):
-        packing = Packing(max_length=64, batch_tokens=batch_tokens)
-        return packing.plan(requests)
-
-    assert all(pack.requests == 1 for pack in packs_of(windows, 60))
-    for requests in (windows, choices_):
-        packs = packs_of(requests, batch_tokens)
-        assert all(pack.tokens <= batch_tokens for pack in packs)
-        members = [i for pack in packs for i in pack.collate(requests).request_indices]
-        assert sorted(members) == list(range(len(requests)))
-    (pack,) = packs_of(choices_, 500)
-    assert np.diff(pack.collate(choices_).cu_seqlens_q).tolist() == [9] + [30] * 12
-
-
-def test_packs_have_no_more_segments_than_a_kernels_grid_takes():
-    model = llama(heads=4)
-    many = to_requests((range(i, i + 5), [j, 1], i) for i in range(2000) for j in range(9))
-    alike = to_requests((range(5), [i, j, 1], i) for i in range(150) for j in range(120))
-    for requests in (many, alike):
-        lm = scorer(model, "fast", batch_tokens=200_000)
-        packs = lm.fast.batching.plan(requests)
-        batches = [pack.collate(requests) for pack in packs]
-        segments = [len(batch.cu_seqlens_q) - 1 for batch in batches]
-        assert max(segments) * 4 <= 65_535 < sum(segments) * 4
-        assert sum(len(batch.request_indices) for batch in batches) == len(requests)
+def test_packs_hold_every_beginning_once_and_give_back_every_input():
+    """Few-shot examples before questions before choices, a window that is a beginning of another,
+    one text twice, and texts that share too little."""
+    draw = random.Random(0)
+    words = [[draw.randrange(9) for _ in range(draw.randint(1, 6))] for _ in range(60)]
+    shots = [[50 + i for i in range(20)], [80 + i for i in range(15)]]
+    asked = [(draw.choice(shots) + draw.choice(words), draw.choice(words)) for _ in range(90)]
+    asked += [(shots[0], [shots[0][0]]), (shots[0][:7], shots[0][7:])]
+    windows = [([0], range(5 + 50 * i, 50 + 51 * i)) for i in range(6)]
+    for parts in (asked, windows):
+        requests = to_requests((*map(list, pair), i) for i, pair in enumerate(parts))
+        inputs = [tuple([*context, *rest][:-1][-64:]) for context, rest in parts]
+        for batch_tokens in (75, 200, 5000):
+            packing = Packing(max_length=64, batch_tokens=batch_tokens)
+            packs = packing.plan(requests)
+            members = []
+            for pack in packs:
+                batch = pack.collate(requests)
+                cut = np.cumsum(batch.counts)[:-1]
+                ends = batch.cu_seqlens_k[1:]
+                keys = np.arange(batch.ids.size) if batch.keys is None else batch.keys
+                assert batch.ids.size == pack.tokens <= batch_tokens
+                assert np.diff(batch.cu_seqlens_q).min() > 0
+                seen = {  # by its last token
+                    keys[end - 1]: keys[end - count : end]
+                    for end, count in zip(ends, np.diff(batch.cu_seqlens_k), strict=True)
+                }
+                scored = np.split(batch.scored.row, cut)
+                for i, rows in zip(batch.request_indices, scored, strict=True):
+                    path = seen[batch.rows[rows[-1]]]
+                    assert tuple(batch.ids[0, path]) == inputs[i]
+                    assert batch.positions[0, path].tolist() == list(range(len(path)))
+                    assert batch.rows[rows].tolist() == path[-len(rows) :].tolist()
+                members += batch.request_indices.tolist()
+            assert sorted(members) == list(range(len(requests)))
+        beginnings = {text[: i + 1] for text in inputs for i in range(len(text))}
+        once = len(beginnings) if parts is asked else sum(map(len, inputs))
+        assert sum(pack.tokens for pack in packs) == once
 
 
 def test_the_difference_from_exact_is_measured_and_reported():

@@ -10,6 +10,7 @@ from attention_cases import ALL, NORMALIZERS, QUICK, Case, by_kernels, errors, i
 
 from qbench.attention import kernels
 from qbench.attention.kernels import hopper, ops
+from qbench.attention.kernels.varlen import packed_bounds
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
 OF_PARAMETERS = 10  # times that: sums of both signs over all rows
@@ -86,6 +87,28 @@ def same(actual, expected):
 @pytest.mark.parametrize("case", [*CASES, *WIDTHS], ids=str)
 def test_output_and_gradients_equal_float64(case):
     assert wrong(errors(case, by_kernels, torch.bfloat16, "cuda"), torch.bfloat16) == {}
+
+
+@pytest.mark.parametrize("longest", [2, 70], ids=["decoded", "in tiles"])
+def test_there_may_be_more_heads_and_sequences_than_65535(longest):
+    """So many programs a grid's second dimension takes."""
+    lengths = torch.tensor([longest] + [2] * 2199, dtype=torch.int32, device="cuda")
+    case = Case(normalizer="softpick", shape=(1, 32, 32, *2 * [int(lengths.sum())], 64))
+
+    def run(tensors, lengths):
+        query, key, value, gradient = (tensor.detach() for tensor in tensors)
+        sources = [tensor.requires_grad_() for tensor in (query, key, value)]
+        edges = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        output = kernels.attention(
+            *sources, seq_bounds=packed_bounds(edges, edges), normalizer="softpick", causal=True,
+            max_seqlen_q=longest, max_seqlen_k=longest,
+        )  # fmt: skip
+        return (output.detach(), *torch.autograd.grad(output, sources, gradient))
+
+    tensors, half = drawn(case), longest + 2 * 1099
+    halves = ([t[:, :, :half] for t in tensors], [t[:, :, half:] for t in tensors])
+    parts = [run(*each) for each in zip(halves, (lengths[:1100], lengths[1100:]), strict=True)]
+    assert same(run(tensors, lengths), [torch.cat(each, 2) for each in zip(*parts, strict=True)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

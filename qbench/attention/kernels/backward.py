@@ -294,9 +294,9 @@ def attn_bwd_dkdv(
     q_strides, k_strides, v_strides, g_strides, dk_strides, dv_strides = strides
     q_tensor, g_tensor = (q_source, q_strides), (g_source, g_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
-    kv_head = tl.program_id(1) % kv_heads
+    kv_head = tl.program_id(1)
     batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
-        seq_bounds, tl.program_id(1) // kv_heads, seqlen_q, seqlen_k
+        seq_bounds, tl.program_id(2), seqlen_q, seqlen_k
     )
     first = start_k + tl.program_id(0) * BLOCK_K
     if first >= stop_k:

@@ -84,12 +84,12 @@ def load_query_block(seq_bounds, head_counts, seqlen_q, seqlen_k, window, BLOCK_
     head); its first query row, and all of them [BLOCK_Q]; the sequence's first key row, and the
     limits of :func:`attn_mask`. ``head_counts``: query heads, and query heads per key head;
     ``seqlen_q``, ``seqlen_k``: rows of a batch row, without ``seq_bounds``."""
-    heads, group = head_counts
+    group = head_counts[1]
     # Causal blocks at the end have the most keys: they start first, so that none starts late.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1) % heads
+    head = tl.program_id(1)
     batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
-        seq_bounds, tl.program_id(1) // heads, seqlen_q, seqlen_k
+        seq_bounds, tl.program_id(2), seqlen_q, seqlen_k
     )
     first = start_q + program * BLOCK_Q
     rows = first + tl.arange(0, BLOCK_Q)
@@ -191,7 +191,7 @@ class Launch:
     def __init__(
         self,
         kernel: Any,
-        grid: tuple[int, int],
+        grid: tuple[int, ...],
         numbers: tuple[Any, ...],
         constants: dict[str, Any],
     ) -> None:
@@ -208,7 +208,7 @@ class Launch:
             return
         names = self.kernel.arg_names[len(pointers) + len(self.numbers) :]
         self.rest = [*self.numbers, *(self.constants[name] for name in names)]
-        self.run = compiled[(*self.grid, 1)]
+        self.run = compiled[(*self.grid, 1, 1)[:3]]
 
 
 class Describe:

@@ -44,9 +44,10 @@ def attn_decode(
     k_tensor = (k_source, k_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     split = tl.program_id(0)
-    kv_head = tl.program_id(1) % kv_heads
+    kv_head = tl.program_id(1)
+    pair = common.to_int64(tl.program_id(2)) * kv_heads + kv_head
     batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
-        seq_bounds, tl.program_id(1) // kv_heads, seqlen_q, seqlen_k
+        seq_bounds, tl.program_id(2), seqlen_q, seqlen_k
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     columns = tl.arange(0, common.block(HEAD_DIM))  # [HEAD_DIM]
@@ -108,7 +109,7 @@ def attn_decode(
         )
         acc = tl.dot(formulas.cast_p(p, v.dtype, NORM, FAST), v, acc, input_precision="ieee")
 
-    at = (common.to_int64(tl.program_id(1)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
+    at = (pair * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
     pointers = partial + at * (BLOCK_DV + 2)  # [BLOCK_R]
     tl.store(pointers[:, None] + v_columns[None, :], acc)
     tl.store(pointers + BLOCK_DV, l_i)

@@ -204,7 +204,7 @@ def forward_launches(
         splits = min(_ceil(DECODE_PROGRAMS, pairs), _ceil(max_seqlen_k, 4 * config.block_k))
         splits = max(1, splits)
         decode = Launch(
-            attn_decode, (splits, pairs),
+            attn_decode, (splits, kv_heads, sequences),
             ((kv_heads, group), queries, keys, window, *scales(settings), splits, strides,
              *mask_strides(mask)),
             {"SKIP": NORMALIZERS[normalizer].sparse, "BLOCK_R": rows, **config.options,
@@ -228,7 +228,7 @@ def forward_launches(
     config = configs.forward_config(block(width), query.dtype, kernels, flags, short=short)
     tiles = describe_tiles((key, value), config.block_k, config)
     launch_forward = Launch(
-        attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
+        attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads, sequences),
         ((heads, group), queries, keys, window, *scales(settings), (*strides, o_strides),
          *mask_strides(mask)),
         {"PRECISE": query.dtype == torch.float32,
@@ -333,7 +333,7 @@ def backward_launches(
     config = configs.backward_config(configs.DQ, block(width), query.dtype)
     kv_tiles = describe_tiles((key, value), config.block_k, config)
     launch_dq = Launch(
-        attn_bwd_dq, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
+        attn_bwd_dq, (_ceil(max_seqlen_q, config.block_q), heads, sequences),
         ((heads, group), queries, keys, window, *all_scales, (*read, output.strides[:3], dq),
          *mask_strides(mask)),
         {"BLOCK_Q": config.block_q, **config.options, **shared},
@@ -343,7 +343,7 @@ def backward_launches(
     config = configs.backward_config(configs.DKDV, block(width), query.dtype)
     qg_tiles = describe_tiles((query, gradient), config.block_q, config)
     launch_dkdv = Launch(
-        attn_bwd_dkdv, (_ceil(max_seqlen_k, config.block_k), kv_heads * sequences),
+        attn_bwd_dkdv, (_ceil(max_seqlen_k, config.block_k), kv_heads, sequences),
         ((kv_heads, group), queries, keys, window, *all_scales, (*read, dk, dv),
          *mask_strides(mask)),
         {"PRECISE": query.dtype == torch.float32 or unflagged,

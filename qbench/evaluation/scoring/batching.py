@@ -3,18 +3,16 @@ batches: padded ones, which are HFLM's own, or packs without padding.
 
 Scores depend on the order, padding and grouping of padded batches. Several may still go through a
 model as one (``join``): attention sees each in its own shape, all else takes each token once, also
-those of a beginning that texts share. Packs have about the same number of tokens each, and contain
-a prefix that requests share only once.
+those of a beginning that texts share. Packs have about the same number of tokens each.
 
-Requests with one context are a *prefix group*: the prefix (the tokens that they share) followed by
-suffixes (what each adds). A suffix attends to the prefix and to itself, and its positions go on
-where the prefix ends::
+A *pack* is one row of the tokens of many inputs, in lexicographic order. A beginning that several
+inputs share stands there once: few-shot examples, a context, the first words of two choices. The
+row is cut into *segments* where inputs part. A segment attends to what comes before it in its
+inputs and to itself, and its positions go on from there::
 
-    prefix: Question: … Answer:      positions 0 … n−1
-    suffix:   the heart              positions n …
-    suffix:   a lung                 positions n …
-
-A *pack* is prefix groups laid one after another in one row of tokens.
+    Question: … Answer:      positions 0 … n−1
+      the heart              positions n …
+      a lung                 positions n …
 """
 
 from __future__ import annotations
@@ -546,17 +544,15 @@ def join(batches: Sequence[Batch]) -> JoinedBatch:
     )
 
 
-LEAST = 4  # tokens of a context that is shared
-KEY_RATIO = 4  # keys that a pack's segments see, for each of its tokens
-GRID = 65_535  # segments × heads, which attention's kernels take along a dimension of the grid
+RATIO = 4  # tokens of a pack's inputs, for each token of the pack
+WORTH = 16  # one token in so many must be saved by sharing: keys are copied for each segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch(Batch):
-    """A pack of T tokens: ``ids`` [1, T] at ``positions`` [1, T]. Its segments are the prefixes and
-    suffixes in order: ``cu_seqlens_q`` [S + 1] of their tokens, ``cu_seqlens_k`` of the keys that
-    they see; ``keys`` [K] the tokens that these are, one segment after another, None where each
-    sees just itself."""
+    """A pack of T tokens: ``ids`` [1, T] at ``positions`` [1, T]. ``cu_seqlens_q`` [S + 1] are the
+    cumulative lengths of its segments, ``cu_seqlens_k`` of the keys that they see; ``keys`` [K] the
+    tokens that these are, one segment after another, None where each sees just itself."""
 
     positions: np.ndarray
     cu_seqlens_q: np.ndarray
@@ -566,66 +562,73 @@ class PackedBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Packs of at most ``batch_tokens`` tokens, ``KEY_RATIO`` times as many keys and ``segments``
-    prefixes and suffixes. The longest prefix groups come first; a group larger than a pack gets its
-    own."""
+    """Packs of at most ``batch_tokens`` tokens, whose inputs have at most ``RATIO`` times as many.
+    A longer input gets its own."""
 
     max_length: int
     batch_tokens: int
-    segments: int = GRID
 
     def plan(self, requests: Requests) -> list[Pack]:
-        """Return packs of ``requests``, the longest prefix groups first."""
-        whole = prefix_groups(requests, self.max_length, self.batch_tokens, self.segments)
-        firsts, lengths = np.flatnonzero(whole.before == 0), whole.lengths
-        each = (lengths, lengths + whole.before, np.ones_like(lengths))  # tokens, keys, segments
-        sizes = np.stack([np.add.reduceat(counts, firsts) for counts in each])
-        most = (self.batch_tokens, KEY_RATIO * self.batch_tokens, self.segments)
-        totals, bounds = np.cumsum(sizes, axis=1), [0]
-        while (first := bounds[-1]) < len(firsts):
-            before = totals[:, first] - sizes[:, first]
-            fits = map(np.searchsorted, totals, before + most, itertools.repeat("right"))
+        """Return packs of ``requests``."""
+        whole = requests.lengths - 1
+        sizes = np.minimum(whole, self.max_length)
+        begins = requests.starts + whole - sizes
+        texts = requests.token_bytes(begins, sizes)
+        order = sorted(range(len(texts)), key=texts.__getitem__)
+        new = np.asarray([True, *(texts[a] != texts[b] for a, b in itertools.pairwise(order))])
+        firsts = np.asarray(order)[new]
+        sizes, begins = sizes[firsts], begins[firsts]
+        common = _common(requests.tokens, begins, sizes)
+        if WORTH * common.sum() < sizes.sum():
+            common[:] = 0
+        inputs = Pack(
+            begins=begins, sizes=sizes, common=common, request_indices=np.asarray(order),
+            inputs=np.cumsum(new) - 1,
+        )  # fmt: skip
+        totals, bounds = np.cumsum([sizes - common, sizes], axis=1), [0]
+        most = self.batch_tokens * np.asarray([1, RATIO])
+        while (first := bounds[-1]) < len(sizes):
+            before = totals[:, first - 1] if first else 0
+            most_here = before + most - [common[first], 0]  # it shares nothing with those before
+            fits = map(np.searchsorted, totals, most_here, itertools.repeat("right"))
             bounds.append(max(first + 1, int(min(fits))))
-        ends = np.append(firsts, len(lengths))[bounds]
-        return [whole.part(first, end) for first, end in itertools.pairwise(ends)]
+        return [inputs.part(first, end) for first, end in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """Prefix groups in one row of tokens. Its S segments are the prefix and the suffixes of one
-    after another: ``sources`` [S] is where their tokens begin in those of all requests, ``lengths``
-    [S] how many they are, ``before`` [S] the tokens of the prefix if it is a suffix, else 0.
-    ``request_indices`` [R] are in the order of groups, ``last`` [R] the segment that each one's
-    input ends with.
-    """
+    """I distinct inputs in lexicographic order: ``begins`` [I] is where their tokens begin in those
+    of all requests, ``sizes`` [I] how many they are, ``common`` [I] how many of them the input
+    before has too and are shared. ``request_indices`` [R] are ordered by their input, ``inputs``
+    [R]."""
 
-    sources: np.ndarray
-    lengths: np.ndarray
-    before: np.ndarray
+    begins: np.ndarray
+    sizes: np.ndarray
+    common: np.ndarray
     request_indices: np.ndarray
-    last: np.ndarray
+    inputs: np.ndarray
 
     def part(self, first: int, end: int) -> Pack:
-        """Return the groups whose segments are those from ``first`` on before ``end``."""
-        here = slice(first, end)
-        members = (self.last >= first) & (self.last < end)
+        """Return the inputs from ``first`` on before ``end``."""
+        common = self.common[first:end].copy()
+        common[0] = 0
+        members = slice(*np.searchsorted(self.inputs, (first, end)))
         return Pack(
-            sources=self.sources[here], lengths=self.lengths[here], before=self.before[here],
-            request_indices=self.request_indices[members], last=self.last[members] - first,
+            begins=self.begins[first:end], sizes=self.sizes[first:end], common=common,
+            request_indices=self.request_indices[members], inputs=self.inputs[members] - first,
         )  # fmt: skip
 
     def split(self) -> tuple[Pack, Pack] | None:
-        """Return two halves; None if there is a single group."""
-        firsts = np.flatnonzero(self.before == 0)
-        if len(firsts) == 1:
+        """Return two halves; None if there is a single input."""
+        count = len(self.sizes)
+        if count == 1:
             return None
-        middle = firsts[(len(firsts) + 1) // 2]
-        return self.part(0, middle), self.part(middle, len(self.lengths))
+        return self.part(0, (count + 1) // 2), self.part((count + 1) // 2, count)
 
     @property
     def tokens(self) -> int:
         """Return how many tokens the row has."""
-        return int(self.lengths.sum())
+        return int((self.sizes - self.common).sum())
 
     @property
     def requests(self) -> int:
@@ -635,85 +638,73 @@ class Pack:
     def collate(self, requests: Requests) -> PackedBatch:
         """Return the pack as a row of ids [1, T], with segments and what hidden states score;
         ``requests``: all that were planned."""
-        lengths, before, last = self.lengths, self.before, self.last
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        prefixes = np.maximum.accumulate(np.where(before == 0, starts, 0))  # of each segment
+        inputs, ends, parents = _segments(self.sizes, self.common)
+        begins = np.concatenate(([0], ends[:-1]))  # where each segment begins in its inputs
+        first = np.diff(inputs, prepend=-1) > 0  # of an input
+        begins[first] = self.common
+        lengths = ends - begins
+        keys, cu_seqlens_k = None, np.cumsum([0, *ends], dtype=np.int32)
+        if self.common.any():
+            # each segment with those before it in its inputs, from their beginning on
+            segment = above = np.arange(len(ends))
+            pairs = []
+            while len(above):
+                pairs.append((segment, above))
+                inside = parents[above] >= 0
+                segment, above = segment[inside], parents[above[inside]]
+            segment, above = np.concatenate(pairs, axis=1)
+            above = above[np.lexsort((begins[above], segment))]
+            keys = _ranges((np.cumsum(lengths) - lengths)[above], lengths[above])
         scored = requests.scored[self.request_indices]
-        # of a request the last ones; those that its suffix lacks end the prefix
-        counts = np.minimum(scored, lengths[last])
-        firsts = np.stack((prefixes[last] + before[last] - scored + counts, ends[last] - counts), 1)
-        hidden = _ranges(firsts.ravel(), np.stack((scored - counts, counts), 1).ravel())
-        keys = None
-        if before.any():
-            seen = np.stack((prefixes, starts), 1), np.stack((before, lengths), 1)
-            keys = _ranges(*(each.ravel() for each in seen))
+        last = np.flatnonzero(np.diff(inputs, append=len(self.sizes)))[self.inputs]
+        hidden = _ranges(cu_seqlens_k[last + 1] - scored, scored)
+        sources = _ranges(self.begins + self.common, self.sizes - self.common)
         return PackedBatch(
-            ids=requests.tokens[_ranges(self.sources, lengths)].astype(np.int64)[None],
-            positions=_ranges(before, lengths)[None],
+            ids=requests.tokens[sources].astype(np.int64)[None],
+            positions=_ranges(begins, lengths)[None],
             cu_seqlens_q=np.cumsum([0, *lengths], dtype=np.int32),
-            cu_seqlens_k=np.cumsum([0, *(before + lengths)], dtype=np.int32),
+            cu_seqlens_k=cu_seqlens_k,
             keys=keys,
-            **_scored_by(requests, self.request_indices, hidden),
+            **_scored_by(requests, self.request_indices, hidden if keys is None else keys[hidden]),
         )
 
 
-def prefix_groups(requests: Requests, max_length: int, batch_tokens: int, segments: int) -> Pack:
-    """Return one group per context of ``requests``, or several if they exceed a pack's
-    ``batch_tokens`` or ``segments``, the longest first, in one row. A context that is truncated to
-    fit ``max_length`` is not shared, nor is one of a few tokens: every document's first rolling
-    window has only the prefix token as its context."""
-    whole = requests.lengths - 1
-    sizes = np.minimum(whole, max_length)  # of inputs
-    begins = requests.starts + whole - sizes
-    separate = (sizes < whole) | (requests.contexts < LEAST)
-    shared = np.where(separate, whole, requests.contexts)
-    by_context: dict[bytes, list[int]] = {}
-    for i, context in enumerate(requests.token_bytes(requests.starts, shared)):
-        by_context.setdefault(context, []).append(i)
-    inputs, lengths = requests.token_bytes(begins, sizes), requests.lengths.tolist()
-    listed, starts, earliest = list[int](), list[int](), list[int]()  # starts: of groups
-    alike: dict[tuple[int, bytes], int] = {}  # group and input → the first member with it
-    for context, indexes in by_context.items():
-        starts.append(len(listed))
-        held = length = len(context) // 4
-        for i in indexes:
-            held += lengths[i] - length
-            count = len(listed) - starts[-1]
-            if count and (held > batch_tokens or count + 1 >= segments):
-                starts.append(len(listed))
-                held = lengths[i]
-            earliest.append(alike.setdefault((len(starts), inputs[i]), len(listed)))
-            listed.append(i)
-    members, firsts = np.asarray(listed), np.asarray(starts)
-    group = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(members)))
-    # a prefix is the context, and what all of a group's inputs have after it
-    sizes, begins, common = sizes[members], begins[members], np.minimum(shared, sizes)[members]
-    rests, after = sizes - common, begins + common
-    both = np.minimum(rests, rests[firsts][group])
-    pairs = [requests.tokens[_ranges(at, both)] for at in (after, after[firsts][group])]
-    differ = np.flatnonzero(pairs[0] != pairs[1])
-    prefixes = np.minimum.reduceat(both, firsts)
-    np.minimum.at(prefixes, np.repeat(group, both)[differ], _ranges(0 * both, both)[differ])
-    prefixes += common[firsts]
-    # each suffix once
-    before = prefixes[group]
-    rests = sizes - before
-    new = (rests > 0) & (earliest == np.arange(len(members)))
-    tokens = prefixes + np.add.reduceat(rests * new, firsts)
-    texts = requests.token_bytes(begins[firsts], prefixes)
-    longest_first = list(zip((-tokens).tolist(), texts, strict=True))
-    order = sorted(range(len(firsts)), key=longest_first.__getitem__)
-    rank = np.argsort(order)[group]
-    of_segments = np.concatenate((rank[firsts], rank[new]))  # prefixes, and then suffixes
-    segment, member = (np.argsort(each, kind="stable") for each in (of_segments, rank))
-    suffix = len(firsts) - 1 + np.cumsum(new)[earliest]
-    return Pack(
-        sources=np.concatenate((begins[firsts], (begins + before)[new]))[segment],
-        lengths=np.concatenate((prefixes, rests[new]))[segment],
-        before=np.concatenate((0 * prefixes, before[new]))[segment],
-        request_indices=members[member],
-        last=np.argsort(segment)[np.where(rests > 0, suffix, group)][member],
+def _common(tokens: np.ndarray, begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return how many ``tokens`` each input has in common with the one before it, from its first on
+    [I]; 0 for the first. ``begins``, ``sizes`` [I]: where it begins in ``tokens``, its length."""
+    both = np.minimum(sizes[1:], sizes[:-1])
+    position = _ranges(np.zeros_like(both), both)
+    before, after = (tokens[position + np.repeat(at, both)] for at in (begins[:-1], begins[1:]))
+    alike = np.where(before == after, np.repeat(both, both), position)
+    pairs = np.cumsum(both) - both
+    return np.concatenate(([0], np.minimum.reduceat(alike, pairs) if len(both) else pairs))
+
+
+def _segments(sizes: np.ndarray, common: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return the segments of a pack's inputs in the order of its row, int64 [S] each: the input
+    that adds it; its end, counted from that input's beginning, which is where a later one parts
+    from it, or its own; the segment before it in the input, -1 at the beginning."""
+    ends, path, parted = list[list[int]](), list[int](), list[int]()
+    shares = common.tolist()
+    for i, (size, shared) in enumerate(zip(sizes.tolist(), shares, strict=True)):
+        while path and shares[path[-1]] >= shared:
+            path.pop()
+        parted.append(path[-1] if path else -1)
+        if path and shared not in ends[path[-1]]:
+            ends[path[-1]].append(shared)
+        ends.append([size])
+        path.append(i)
+    counts = [len(each) for each in ends]
+    firsts = list(itertools.accumulate(counts, initial=0))
+    parents = np.arange(firsts[-1]) - 1
+    parents[firsts[:-1]] = [
+        -1 if other < 0 else firsts[other] + sorted(ends[other]).index(shared)
+        for other, shared in zip(parted, shares, strict=True)
+    ]
+    return (
+        np.repeat(np.arange(len(ends)), counts),
+        np.asarray([end for each in ends for end in sorted(each)]),
+        parents,
     )
 
 

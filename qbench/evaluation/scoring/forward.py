@@ -224,7 +224,7 @@ class PaddedForward:
 
 
 class PackedForward:
-    """The decoder over packs: prefix groups one after another, each attending to itself. Raises
+    """The decoder over packs, each segment attending to what comes before it in its inputs. Raises
     UnavailableError for models whose attention a pack cannot reproduce."""
 
     def __init__(self, model: Any, decoder: torch.nn.Module, *, name: str = NAME) -> None:

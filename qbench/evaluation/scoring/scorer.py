@@ -33,7 +33,6 @@ from lm_eval.models.huggingface import HFLM
 from qbench.checkpoints.tokenizer import puts_bos
 from qbench.errors import EvaluationError, first_line
 from qbench.evaluation.scoring.batching import (
-    GRID,
     Batch,
     BatchPlan,
     Counts,
@@ -175,7 +174,6 @@ def report(
 
 
 STATES_BYTES = 16 * 2**30  # of hidden states that wait on the host while a model is streamed
-MANY_HEADS = 128  # of a configuration that states none
 ROLLING = "loglikelihood_rolling"  # lm-eval's method for whole texts
 LIKELIHOODS = ("loglikelihood", ROLLING)
 SAMPLE_TOKENS = 4096  # of a batch of fast scoring's sample: few are padding
@@ -268,12 +266,7 @@ class Scorer(LM):
             self._reference = replace(self.exact, batching=right)
             tokens = settings.batch_tokens
             if settings.packed:
-                heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
-                batching = Packing(
-                    max_length=settings.max_length,
-                    batch_tokens=tokens,
-                    segments=GRID // (heads if isinstance(heads, int) else MANY_HEADS),
-                )
+                batching = Packing(max_length=settings.max_length, batch_tokens=tokens)
                 forward = PackedForward(model, decoder)
             else:
                 batching, forward = replace(padding, batch_tokens=tokens), padded
