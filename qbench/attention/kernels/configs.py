@@ -45,7 +45,8 @@ def forward_config(
     width: int, dtype: torch.dtype, kernels: Kernels, flags: int, *, short: bool = False
 ) -> Config:
     """Return the forward pass' configuration. ``width``: the head width, rounded up to a power of
-    2; ``flags``: the bits of FLAGS in ``common``; ``short``: there are many short sequences."""
+    2; ``flags``: the bits of FLAGS in ``common``; ``short``: sequences are short, in packs and in
+    padded batches, whose rows have the same bits for it."""
     if dtype == torch.float32:
         return _exact(width)
     if short and width <= 128:  # a third less time for packs of questions and their answers

@@ -224,7 +224,7 @@ def forward_launches(
 
         return launch_decode
 
-    short = seq_bounds is not None and max_seqlen_k <= configs.SHORT
+    short = max_seqlen_k <= configs.SHORT
     config = configs.forward_config(block(width), query.dtype, kernels, flags, short=short)
     tiles = describe_tiles((key, value), config.block_k, config)
     launch_forward = Launch(

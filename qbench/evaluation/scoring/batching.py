@@ -574,7 +574,15 @@ class Packing:
         sizes = np.minimum(whole, self.max_length)
         begins = requests.starts + whole - sizes
         texts = requests.token_bytes(begins, sizes)
-        order = sorted(range(len(texts)), key=texts.__getitem__)
+        # of about the same length, without parting those of one context
+        contexts, longest = (
+            requests.token_bytes(requests.starts, requests.contexts),
+            dict[bytes, int](),
+        )
+        for context, size in zip(contexts, sizes.tolist(), strict=True):
+            longest[context] = max(size, longest.get(context, 0))
+        bits = [-longest[context].bit_length() for context in contexts]
+        order = sorted(range(len(texts)), key=lambda i: (bits[i], texts[i]))
         new = np.asarray([True, *(texts[a] != texts[b] for a, b in itertools.pairwise(order))])
         firsts = np.asarray(order)[new]
         sizes, begins = sizes[firsts], begins[firsts]
