@@ -79,7 +79,14 @@ def test_packs_hold_every_beginning_once_and_give_back_every_input():
                     assert batch.rows[rows].tolist() == path[-len(rows) :].tolist()
                 members += batch.request_indices.tolist()
             assert sorted(members) == list(range(len(requests)))
-        beginnings = {text[: i + 1] for text in inputs for i in range(len(text))}
+        longest = {tuple(context): 0 for context, _ in parts}
+        for (context, _), text in zip(parts, inputs, strict=True):
+            longest[tuple(context)] = max(longest[tuple(context)], len(text))
+        beginnings = {
+            (longest[tuple(context)].bit_length(), *text[: i + 1])
+            for (context, _), text in zip(parts, inputs, strict=True)
+            for i in range(len(text))
+        }
         once = len(beginnings) if parts is asked else sum(map(len, inputs))
         assert sum(pack.tokens for pack in packs) == once
 

@@ -21,6 +21,7 @@ import itertools
 import os
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -574,19 +575,17 @@ class Packing:
         sizes = np.minimum(whole, self.max_length)
         begins = requests.starts + whole - sizes
         texts = requests.token_bytes(begins, sizes)
-        # of about the same length, without parting those of one context
-        contexts, longest = (
-            requests.token_bytes(requests.starts, requests.contexts),
-            dict[bytes, int](),
-        )
+        # those of about the same length together, and all of one context
+        contexts, longest = requests.token_bytes(requests.starts, requests.contexts), Counter()
         for context, size in zip(contexts, sizes.tolist(), strict=True):
-            longest[context] = max(size, longest.get(context, 0))
-        bits = [-longest[context].bit_length() for context in contexts]
-        order = sorted(range(len(texts)), key=lambda i: (bits[i], texts[i]))
+            longest[context] = max(longest[context], size)
+        bits = np.asarray([longest[context].bit_length() for context in contexts])
+        order = sorted(range(len(texts)), key=lambda i: (-bits[i], texts[i]))
         new = np.asarray([True, *(texts[a] != texts[b] for a, b in itertools.pairwise(order))])
         firsts = np.asarray(order)[new]
         sizes, begins = sizes[firsts], begins[firsts]
         common = _common(requests.tokens, begins, sizes)
+        common[1:][np.diff(bits[firsts]) != 0] = 0
         if WORTH * common.sum() < sizes.sum():
             common[:] = 0
         inputs = Pack(
