@@ -40,7 +40,7 @@ from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.batching import requests_of
 from qbench.evaluation.scoring.generate import end_tokens
 from qbench.evaluation.settings import tolerance_violation
-from qbench.records import CellKey, ScoringReport, TaskDamage, TaskRecord, Unavailable
+from qbench.records import CellKey, TaskDamage, TaskRecord, Unavailable
 from qbench.store import Store, Table, TaskStore, baseline_files, task_key, verify_baseline
 
 if TYPE_CHECKING:
@@ -231,10 +231,12 @@ class Evaluation:
     def _score(
         self, scorer: Any, task: LoadedTask, get_requests: Callable[[], Instances]
     ) -> Callable[[], TaskResult]:
-        """Score one task; return a function that computes metrics and damage."""
+        """Score one task, which a GPU may go on with; return a function that waits for its scores
+        and computes metrics and damage."""
         cell, start, answered = self.cell, time.perf_counter(), None
+        wait: Callable[[], None] = lambda: None  # noqa: E731
         if task.answers is None:
-            ask(scorer, task, get_requests())
+            wait = ask(scorer, task, get_requests())
         elif not hasattr(scorer, "answer"):
             raise EvaluationError(
                 f"{task.name}: only exact and fast scoring give the tokens of answers; set "
@@ -252,25 +254,26 @@ class Evaluation:
                 settings = scorer.hflm.model.generation_config
             ends = end_tokens(settings, tokenizer)
             answered = answer(scorer, task, cell.scoring, tokenizer, ends, base=kept, read=read)
+        seconds = time.perf_counter() - start
+        return partial(self._judge, scorer, task, answered, wait, seconds)
+
+    def _judge(
+        self, scorer: Any, task: LoadedTask, answered: Answered | None, wait: Callable[[], None],
+        seconds: float,
+    ) -> TaskResult:  # fmt: skip
+        """Compute a task's metrics and damage after ``wait``, keep the result in the cache unless
+        damage could not be measured, with the hidden states that quantized cells need, and return
+        it. ``seconds``: what scoring took until now."""
+        cell, start = self.cell, time.perf_counter()
+        wait()
         divergences, states = None, None
         if self.base is not None:
             divergences = self.observer.divergences.get(task.name)
         elif isinstance(self.observer, BaselineWriter):
             states = self.observer.hidden_states()
             self.observer.tasks.clear()  # they are on disk soon
-        report = scorer.report([task.name] * task.rolling)
-        seconds = time.perf_counter() - start
-        return partial(self._judge, task, answered, divergences, states, report, seconds)
-
-    def _judge(
-        self, task: LoadedTask, answered: Answered | None, divergences: pd.DataFrame | None,
-        states: BaselineHiddenStates | None, report: ScoringReport, seconds: float,
-    ) -> TaskResult:  # fmt: skip
-        """Compute a task's metrics and damage, keep the result in the cache unless damage could not
-        be measured, with the hidden ``states`` that quantized cells need, and return it.
-        ``divergences``: KL per scored token, None if it was not measured; ``seconds``: what scoring
-        took."""
-        cell, start = self.cell, time.perf_counter()
+        rolling = task.task.OUTPUT_TYPE == "loglikelihood_rolling"
+        report = scorer.report([task.name] * rolling)
         texts = partial(token_texts, self.tokenizer)
         scored = judge(task, cell.scoring) if answered is None else answered.scored
         tables: dict[Table, pd.DataFrame] = {
@@ -281,7 +284,7 @@ class Evaluation:
             measured = None if divergences is None else distributions(divergences)
             damage = TaskDamage(distributions=measured)
             if divergences is not None and answered is None:
-                of_tokens = texts if task.rolling else None
+                of_tokens = texts if rolling else None
                 tables["divergences"] = divergence_table(task.name, divergences, of_tokens)
         if answered is not None:
             tables["answers"] = answered.table(divergences, texts)

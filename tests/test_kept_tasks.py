@@ -1,10 +1,14 @@
 """The unit of work that is kept is one task of one cell."""
 
+import time
+
 import pandas as pd
 import pytest
 from small_recipe import blocks, run_small, small_recipe
 
 import qbench.cell_tasks
+from qbench.evaluation import kl_observer
+from qbench.evaluation.scoring import scorer
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.runner.grid import run_cells
@@ -68,6 +72,21 @@ def test_a_task_that_is_added_is_scored_alone_and_gives_what_a_fresh_run_gives(r
     for path in (tmp_path / "cache" / "tasks").glob("*.outcomes.parquet"):
         path.write_bytes(b"damaged")
     assert run(*TASKS[:2], out="again")[1] == [*TASKS[:2]] * 2
+
+
+def test_tasks_that_wait_for_a_slow_device_give_the_same(run, tmp_path, monkeypatch):
+    """The next ones are begun meanwhile."""
+    records, _ = run(*TASKS)
+    copy = scorer.to_host
+
+    def slow(*tensors):
+        wait = copy(*tensors)
+        return lambda: time.sleep(0.2) or wait()
+
+    for module in (scorer, kl_observer):
+        monkeypatch.setattr(module, "to_host", slow)
+    others, _ = run(*TASKS, out="slow", cache="other")
+    assert_same(records, Store(tmp_path / "out"), others, Store(tmp_path / "slow"))
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,8 +109,8 @@ def compare(
             rows.append(_row(task.name, name, runs[name][each], runs["lm-eval"][each]))
             log(f"{task.name} {name}: {rows[-1]['seconds']:.2f} s")
         rows.append(_row("all", name, runs[name], runs["lm-eval"]))
-        report = scorer.report([task.name for task in tasks if task.rolling])
-        reports[name] = report.model_dump(mode="json")
+        texts = [t.name for t in tasks if t.task.OUTPUT_TYPE == "loglikelihood_rolling"]
+        reports[name] = scorer.report(texts).model_dump(mode="json")
         return observer
 
     for mode, chosen in settings.items():
@@ -187,36 +187,56 @@ def _timed(scorer: Any, tasks: Sequence[LoadedTask], settings: ScoringSettings) 
     marks = [(time.perf_counter(), 0.0)]
 
     def score(task: LoadedTask, get_requests: Callable[[], Instances]) -> Callable[[], Outcomes]:
-        ask(clocked, task, get_requests())
-        marks.append((time.perf_counter(), clocked.seconds))
-        return partial(judge, task, settings)
+        wait = ask(clocked, task, get_requests())
+
+        def work() -> Outcomes:
+            wait()
+            marks.append((time.perf_counter(), clocked.count(0)))
+            return judge(task, settings)
+
+        return work
 
     judged = [future for _, future in in_turn(clocked, tasks, settings, score)]
     responses = [future.result().responses for future in judged]
-    marks[-1] = time.perf_counter(), clocked.seconds
+    marks[-1] = time.perf_counter(), clocked.count(0)
     timed = []
     for (seconds, model), given in zip(np.diff(marks, axis=0).tolist(), responses, strict=True):
         given = given[given["filter"].isna()]  # not what filters took from it
-        timed.append(Timed(seconds, model, given))
+        timed.append(Timed(seconds, min(model, seconds), given))  # of two clocks
     return timed
 
 
 class Clocked:
-    """A language model that adds up the ``seconds`` of its answers."""
+    """A language model that adds up the seconds in which it has calls to answer, which may
+    overlap."""
 
     def __init__(self, scorer: Any) -> None:
-        self.scorer, self.seconds = scorer, 0.0
+        self.scorer, self._lock = scorer, threading.Lock()
+        self._calls, self._spent, self._since = 0, 0.0, 0.0
+
+    def count(self, change: int) -> float:
+        """Change the number of calls that run now by ``change``; return the seconds so far."""
+        with self._lock:
+            now = time.perf_counter()
+            self._spent += now - self._since if self._calls else 0.0
+            self._calls, self._since = self._calls + change, now
+            return self._spent
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.scorer, name)
-        if name not in ASKED:
+        if name not in ("start", *ASKED):
             return attribute
 
         def call(*asked: Any) -> Any:
-            start = time.perf_counter()
+            self.count(1)
             answers = attribute(*asked)
-            self.seconds += time.perf_counter() - start
-            return answers
+
+            def wait() -> Any:
+                given = answers() if name == "start" else answers
+                self.count(-1)
+                return given
+
+            return wait if name == "start" else wait()
 
         return call
 

@@ -196,7 +196,7 @@ def read_answers(
         SimpleNamespace(task_name=ANSWERS, doc_id=prompt.document, idx=prompt.sample)
         for prompt in prompts
     ]
-    scorer.read(instances, requests)
+    scorer.read(instances, requests)()
 
 
 def _scored(

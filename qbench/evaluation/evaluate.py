@@ -171,11 +171,6 @@ class LoadedTask:
     lines: tuple[tuple[Path, int], ...] = ()  # file and line of each document, where it has one
     answers: AnswerSettings | None = None  # of the task ``ANSWERS``
 
-    @property
-    def rolling(self) -> bool:
-        """Return whether it scores whole texts."""
-        return self.task.OUTPUT_TYPE == "loglikelihood_rolling"
-
     def location(self, document: int) -> str:
         """Return a document's place for messages: ``file:line``, or ``document N``."""
         if self.lines:
@@ -492,40 +487,55 @@ def in_turn(
     score: Callable[[LoadedTask, Callable[[], Instances]], Callable[[], T] | None],
 ) -> Iterator[tuple[LoadedTask, Future[T]]]:
     """Yield tasks with the futures of their results. ``score`` takes a task and a function that
-    waits for its requests and returns one that judges the answers, or None. While a task is scored,
-    a thread judges the one before and prepares the next, unless one of them may draw at random."""
-    with ThreadPoolExecutor(1) as thread:
+    waits for its requests and returns one that waits for the answers and judges them, or None.
+    While a task is scored, threads judge the one before and prepare the next, unless one of them
+    may draw at random."""
+    with ThreadPoolExecutor(1) as before, ThreadPoolExecutor(1) as after:
         ready: Future[Instances] | None = None
+        judged: Future[T] | None = None
         for task, following in zip(tasks, [*tasks[1:], None], strict=True):
             has_code = getattr(task.task, "has_code", True)
-            requests = ready or thread.submit(prepare, model, task, settings)
+            requests = ready or before.submit(prepare, model, task, settings)
             draws = has_code or task.answers or task.task.OUTPUT_TYPE == "generate_until"
             ready = None
             if following is not None and not draws:
-                ready = thread.submit(prepare, model, following, settings)
+                ready = before.submit(prepare, model, following, settings)
+            if draws and judged is not None:  # an answer is counted and observed at once
+                judged.exception()
             work = score(task, requests.result)
             if work is not None:
-                judged = thread.submit(work)
+                judged = after.submit(work)
                 if has_code:
                     judged.exception()
                 yield task, judged
 
 
-def ask(model: Scorer | HFLMScorer, task: LoadedTask, kinds: Instances) -> None:
-    """Have ``model`` answer the requests ``kinds`` of ``task``, those of each kind together, and
-    append each answer to the ``resps`` of its lm-eval instance. Raises EvaluationError if the model
-    fails."""
+def ask(model: Scorer | HFLMScorer, task: LoadedTask, kinds: Instances) -> Callable[[], None]:
+    """Have ``model`` answer the requests ``kinds`` of ``task``, those of each kind together. Return
+    a function that waits for the answers, if a GPU is still at work, and appends each to the
+    ``resps`` of its lm-eval instance. Either raises EvaluationError if the model fails."""
+
+    def start(kind: str, requests: list[Any]) -> Callable[[], list[Any]]:
+        if hasattr(model, "start"):
+            return model.start(kind, requests)
+        return functools.partial(list, getattr(model, kind)(requests))
+
     hflm = getattr(model, "hflm", None)
     usual = getattr(hflm, "_max_length", None)
     if hflm is not None and task.max_length is not None:  # of prompts and answers
         hflm._max_length = task.max_length
     try:
-        for kind, requests in kinds.items():
-            for answer, request in zip(getattr(model, kind)(requests), requests, strict=True):
-                request.resps.append(answer)
+        begun = [(requests, start(kind, requests)) for kind, requests in kinds.items()]
     finally:
         if hflm is not None:
             hflm._max_length = usual
+
+    def wait() -> None:
+        for requests, answers in begun:
+            for answer, request in zip(answers(), requests, strict=True):
+                request.resps.append(answer)
+
+    return wait
 
 
 def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:

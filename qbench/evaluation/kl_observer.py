@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -25,7 +26,7 @@ from torch.nn import functional
 
 from qbench.errors import EvaluationError, OutputError, ResultsError
 from qbench.evaluation.scoring.batching import Scored
-from qbench.evaluation.scoring.forward import LMHead, LogitsPart, Projection, to_device
+from qbench.evaluation.scoring.forward import LMHead, LogitsPart, Projection, to_device, to_host
 from qbench.files import clean_temporaries, write_tensors
 from qbench.records import (
     ANSWERS,
@@ -118,7 +119,7 @@ class BaselineWriter:
     tasks: dict[str, TaskHiddenStates] = field(default_factory=dict)
     _head: torch.nn.Linear | None = None  # without what its class makes of its products
     _copied: tuple[Tensor, Tensor | None] | None = None  # its weight and bias, on the host
-    _rows: list[tuple[Tensor, Scored]] = field(default_factory=list)  # of a call, on the host
+    _rows: list[tuple[Callable[[], list[Tensor]], Scored]] = field(default_factory=list)  # a call's
 
     def hidden_states(self) -> BaselineHiddenStates:
         """Return the hidden states kept so far, and the LM head."""
@@ -129,41 +130,47 @@ class BaselineWriter:
             self._copied = weight.cpu().contiguous(), None if bias is None else bias.detach().cpu()
         return BaselineHiddenStates(dict(self.tasks), *self._copied)
 
-    def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:
-        """Begin a task. Raises EvaluationError if the LM head is not a plain linear layer."""
+    def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> Self:
+        """Return a writer for a task, which stores it in ``tasks`` of this one. Raises
+        EvaluationError if the LM head is not a plain linear layer."""
         if type(head.linear) is not torch.nn.Linear:
             raise EvaluationError(
                 f"damage needs an LM head that is a linear layer, not {type(head.linear).__name__};"
                 " set evaluation.damage: false"
             )
-        self._task, self._lengths = instances[0].task_name, lengths
-        self._head, self._rows = head.linear, []
+        self._head = head.linear
+        call = replace(self, _rows=[])
+        call._task, call._lengths = instances[0].task_name, lengths
+        return call
 
     def prepare(self, scored: Scored) -> Scored:
         """Return the rows as they are."""
         return scored
 
     def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
-        """Copy the states to the host beside the GPU's work; ``end`` waits for the copies."""
-        self._rows.append((hidden.to("cpu", non_blocking=True), scored))
+        """Copy the states to the host beside the GPU's work."""
+        self._rows.append((to_host(hidden), scored))
 
-    def end(self) -> None:
-        """Wait for the copies, and store the task's hidden states in ``tasks``."""
+    def end(self) -> Callable[[], None]:
+        """Return a function that waits for the copies and stores the task's hidden states in
+        ``tasks``."""
+        return self._store
+
+    def _store(self) -> None:
         head, tokens = self._head, sum(self._lengths)
         assert head is not None
-        if head.weight.is_cuda:
-            torch.cuda.synchronize(head.weight.device)
         # as bytes by NumPy, which copies whole rows: a fifth of the time
         states = np.zeros((tokens, head.in_features * head.weight.itemsize), dtype=np.uint8)
         token = np.zeros(tokens, dtype=np.int32)
-        for hidden, scored in self._rows:
+        for copied, scored in self._rows:
+            (hidden,) = copied()
             token[scored.index] = scored.token
             rows = hidden.to(head.weight.dtype).contiguous().view(torch.uint8).numpy()
             states[scored.index] = rows[scored.row]
         lengths = torch.tensor(self._lengths) if self._task == ANSWERS else None
         kept = torch.from_numpy(states).view(head.weight.dtype)
         self.tasks[self._task] = TaskHiddenStates(torch.from_numpy(token), kept, lengths)
-        self._rows = []
+        self._rows.clear()  # whose memory is pinned: the next task is at work
 
 
 @dataclass(eq=False)
@@ -180,22 +187,24 @@ class KLObserver:
     base: BaselineHiddenStates
     divergences: dict[str, pd.DataFrame] = field(default_factory=dict)
     _head: list[Tensor | None] = field(default_factory=list)  # weight and bias on the device, later
-    _task: TaskHiddenStates | None = None  # of the call at work; None: nothing to measure
+    _task: TaskHiddenStates | None = None  # of a call; None: nothing to measure
 
-    def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:
-        """Begin a task; what follows is ignored if ``base`` lacks it."""
-        self._name = instances[0].task_name
-        self._task = self.base.tasks.get(self._name)
-        if self._task is None:
-            return
-        self._device, self._finish = head.device, head.finish
-        self._document = np.repeat([instance.doc_id for instance in instances], lengths)
-        self._request = np.repeat([instance.idx for instance in instances], lengths)
-        tokens = len(self._task.token)
-        assert tokens == len(self._document), "both cells' keys say what is asked"
+    def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> Self:
+        """Return an observer of a task, which stores its table in ``divergences`` of this one; it
+        ignores what follows if ``base`` lacks the task."""
+        name = instances[0].task_name
+        call = replace(self, _task=self.base.tasks.get(name))
+        if call._task is None:
+            return call
+        call._name, call._device, call._finish = name, head.device, head.finish
+        call._document = np.repeat([instance.doc_id for instance in instances], lengths)
+        call._request = np.repeat([instance.idx for instance in instances], lengths)
+        tokens = len(call._task.token)
+        assert tokens == len(call._document), "both cells' keys say what is asked"
         # kl, agrees, change, and of answers margin
-        rows = 4 if self._name == ANSWERS else 3
-        self._values = torch.full((rows, tokens), torch.nan, device=self._device)
+        rows = 4 if name == ANSWERS else 3
+        call._values = torch.full((rows, tokens), torch.nan, device=head.device)
+        return call
 
     def prepare(self, scored: Scored) -> tuple[np.ndarray, Tensor, Tensor] | None:
         """Return the rows of the scored tokens in order, these tokens' rows, indexes and ids on the
@@ -238,12 +247,15 @@ class KLObserver:
 
         return measure
 
-    def end(self) -> None:
-        """Store the task's table in ``divergences``. Raises EvaluationError if a KL is not a
-        number."""
-        if self._task is None:
-            return
-        kl, agrees, change, *margin = self._values.cpu().numpy()
+    def end(self) -> Callable[[], None]:
+        """Return a function that waits for the device and stores the task's table in
+        ``divergences``. It raises EvaluationError if a KL is not a number."""
+        return (lambda: None) if self._task is None else partial(self._store, to_host(self._values))
+
+    def _store(self, copied: Callable[[], list[Tensor]]) -> None:
+        (values,), task = copied(), self._task
+        assert task is not None
+        kl, agrees, change, *margin = values.numpy()
         if bad := int((~np.isfinite(kl)).sum()):
             raise EvaluationError(
                 f"{self._name}: the divergence of {bad} of {len(kl)} tokens is not a number; the "
@@ -257,7 +269,7 @@ class KLObserver:
                 "change": change,
                 "document": self._document,
                 "request": self._request,
-                "token": self._task.token.numpy(),
+                "token": task.token.numpy(),
                 **({"margin": margin[0]} if margin else {}),
             }
         )

@@ -336,7 +336,7 @@ class LlamaCppScorer(Scorer):
             longest=self.settings.max_length, progress=self._progress,
         )  # fmt: skip
 
-    def _score(self, work: Work) -> list[LogLikelihood]:
+    def _queue(self, work: Work) -> Callable[[], list[LogLikelihood]]:
         answers, requests, counts = [], work.requests, work.counts
         first = 0
         texts = np.split(requests.tokens, requests.starts[1:])
@@ -347,7 +347,7 @@ class LlamaCppScorer(Scorer):
             counts.tokens += len(ids) - 1
             if work.progress is not None:
                 work.progress(number + 1, len(requests))
-        return answers
+        return lambda: answers
 
     def _answer(
         self, ids: np.ndarray, scored: int, first: int, observer: Observer | None

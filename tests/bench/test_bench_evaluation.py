@@ -77,6 +77,21 @@ def test_every_mode_scores_every_task_exact_as_lm_eval_and_fast_but_for_rounding
     assert len({rows["all", run]["largest_difference"] for run in RUNS[2:]}) == 1
 
 
+def test_a_tasks_seconds_end_with_its_scores(model, tokenizer, monkeypatch):
+    """Not when its work is queued."""
+    start = Scorer.start
+
+    def slow(self, kind, requests):
+        answers = start(self, kind, requests)
+        names = {request.task_name for request in requests}
+        return lambda: time.sleep(1.0 if names == {"demo_choice"} else 0.0) or answers()
+
+    monkeypatch.setattr(Scorer, "start", slow)
+    scorer = Scorer(model, tokenizer, chosen := settings("exact", max_length=128, limit=2))
+    first, second = evaluation._timed(scorer, tasks("demo_choice", "demo_pages"), chosen)
+    assert first.seconds >= first.inside >= 1.0 > second.seconds
+
+
 def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, monkeypatch):
     """They have no log-likelihood, and each of the task's filters has its row."""
     monkeypatch.setattr(evaluation, "WARM_UP", 1)

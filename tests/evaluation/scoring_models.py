@@ -138,7 +138,7 @@ def ask(lm, requests):
 
 def evaluate(model, task, chosen) -> of_tasks.Outcomes:
     """Scores and tables of one task."""
-    of_tasks.ask(model, task, of_tasks.prepare(model, task, chosen))
+    of_tasks.ask(model, task, of_tasks.prepare(model, task, chosen))()
     return of_tasks.judge(task, chosen)
 
 

@@ -31,9 +31,10 @@ def quantized_like(model: torch.nn.Module, noise: float) -> torch.nn.Module:
 class Logits:
     """An observer that keeps whole rows of logits by index, in float64."""
 
-    def begin(self, instances, lengths, head) -> None:
+    def begin(self, instances, lengths, head):
         self.rows: dict[int, torch.Tensor] = {}
         self.tokens = sum(lengths)
+        return self
 
     def prepare(self, scored):
         return scored
@@ -46,8 +47,9 @@ class Logits:
 
         return keep
 
-    def end(self) -> None:
+    def end(self):
         self.table = torch.stack([self.rows[index] for index in range(self.tokens)])
+        return lambda: None
 
 
 def measured(model, other, requests, modes=("exact", "exact"), **changes):
@@ -77,6 +79,30 @@ def test_a_model_against_itself_differs_by_nothing(kind, modes, dtype):
     assert np.abs(result.kl).max() < 1e-6
     assert result.agrees.all()
     assert np.abs(result.change).max() < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_a_call_may_begin_before_the_answers_of_the_last_are_waited_for(mode):
+    model, other = llama(), quantized_like(llama(), 0.3)
+    calls = [choices(5), choices(4, seed=9, task="more"), pages((30, 90))]
+    writers = BaselineWriter(), BaselineWriter()
+    watched = KLObserver(writers[0].hidden_states()), KLObserver(writers[0].hidden_states())
+    for one, observers in ((model, writers), (other, watched)):
+        for each in watched:
+            each.base = writers[0].hidden_states()
+        settings = {"max_length": 96, "sample": 2, "tolerance": LOOSE_BOUNDS}
+        lms = [scorer(one, mode, observer=observer, **settings) for observer in observers]
+        one_by_one = [(ask(lms[0], requests), lms[0].report()) for requests in calls]
+        begun = [lms[1].start(requests[0].request_type, requests) for requests in calls]
+        for (answers, report), wait in zip(one_by_one, begun, strict=True):
+            assert answers == wait()
+            counted = {"peak_memory_gib"}
+            assert report.model_dump(exclude=counted) == lms[1].report().model_dump(exclude=counted)
+    for name, states in writers[0].tasks.items():
+        assert all(map(torch.equal, states[:2], writers[1].tasks[name][:2]))
+    for name, table in watched[0].divergences.items():
+        pd.testing.assert_frame_equal(table, watched[1].divergences[name])
+    assert len(watched[0].divergences) == len(calls)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,14 @@ def test_the_report_says_whether_texts_began_with_bos_and_where_with_two(bos, do
         assert (report.bos, report.doubled_bos) == (bos is not False, doubled)
 
 
+def test_a_report_is_of_the_calls_that_were_waited_for():
+    lm, calls = scorer(llama(), "exact"), (choices(3), choices(5))
+    begun = [lm.start("loglikelihood", requests) for requests in calls]
+    for wait, requests in zip(begun, calls, strict=True):
+        wait()
+        assert lm.report().requests == len(requests)
+
+
 def test_softmax_in_the_models_dtype_is_hflms_default():
     theirs, ours = both(llama(dtype=torch.bfloat16), softmax_dtype="model")
     expected = ask(theirs, choices(9))

@@ -111,16 +111,16 @@ def test_a_bias_that_could_move_a_headline_fails(kind, amplifies, shift, fails):
     """Of whole texts too, of which two windows are looked at first."""
     requests = choices(40) if kind == "choices" else pages((60,) * 12)
     _, fast = scorers(llama(), sample=8, amplifies_rounding=amplifies, max_length=64)
-    right = fast._score
+    right = fast._queue
 
     def biased(work):
         scores, off = right(work), shift if work.backend is fast.fast else 0
-        return [
+        return lambda: [
             (score + off * count, greedy)
-            for (score, greedy), count in zip(scores, work.requests.scored.tolist(), strict=True)
+            for (score, greedy), count in zip(scores(), work.requests.scored.tolist(), strict=True)
         ]
 
-    fast._score = biased
+    fast._queue = biased
     said = pytest.raises(EvaluationError, match=r"its bias on the sample is \+0\.(8|045)")
     with said if fails else nullcontext():
         ask(fast, requests)
@@ -204,6 +204,7 @@ class Kept:
 
     def begin(self, instances, lengths, head):
         self.begun += 1
+        return self
 
     def prepare(self, scored):
         return scored
@@ -212,7 +213,7 @@ class Kept:
         return None
 
     def end(self):
-        pass
+        return lambda: None
 
 
 def test_an_attention_that_cannot_be_packed_is_refused():

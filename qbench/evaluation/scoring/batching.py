@@ -222,7 +222,8 @@ def _encode(tokenizer: Any, texts: list[str], special_tokens: bool) -> list[list
         and backend.encode_special_tokens == tokenizer.split_special_tokens
     ):
         encoded = backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
-        return [each.ids for each in encoded]
+        encoded.reverse()  # freed one by one: all at once take 30 ms, in which no thread runs
+        return [encoded.pop().ids for _ in texts]
     return tokenizer(
         texts, add_special_tokens=special_tokens, return_attention_mask=False, verbose=False
     )["input_ids"]

@@ -577,10 +577,11 @@ class Observer(Protocol):
     ran out of memory and was repeated, so keep results by index.
     """
 
-    def begin(self, instances: Sequence[object], lengths: Sequence[int], head: Any) -> None:
-        """Begin a call, before its rows. ``instances`` are its requests in order (lm-eval's
-        ``Instance``: ``task_name``, ``doc_id``, ``idx``), ``lengths`` how many tokens of each are
-        scored, ``head`` the LM head (``LMHead``)."""
+    def begin(self, instances: Sequence[object], lengths: Sequence[int], head: Any) -> Observer:
+        """Return the observer of a call, whose other methods are called with its rows; the next
+        call may begin before this one's device has done its work. ``instances`` are its requests in
+        order (lm-eval's ``Instance``: ``task_name``, ``doc_id``, ``idx``), ``lengths`` how many
+        tokens of each are scored, ``head`` the LM head (``LMHead``)."""
 
     def prepare(self, scored: Scored) -> Any:
         """Return what ``batch`` takes of one forward's rows. A thread calls this while the device
@@ -593,8 +594,9 @@ class Observer(Protocol):
         logits, or None. ``hidden`` [R, H] are the LM head's input rows, still being computed where
         the device is asynchronous. ``projection`` says how they go through it."""
 
-    def end(self) -> None:
-        """End a call, after all of its rows."""
+    def end(self) -> Callable[[], None]:
+        """End a call, whose rows are all queued on the device. Return a function that waits for
+        them and stores the results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -662,15 +664,32 @@ def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def to_host(*tensors: Tensor) -> Callable[[], list[Tensor]]:
+    """Queue copies of ``tensors`` in host memory, behind what computes them. Return a function that
+    waits for these alone, not for work queued later, and returns them."""
+    copies, done = [tensor.to("cpu", non_blocking=True) for tensor in tensors], None
+    if any(tensor.is_cuda for tensor in tensors):
+        done = torch.cuda.current_stream(tensors[0].device).record_event()
+
+    def wait() -> list[Tensor]:
+        if done is not None:
+            done.synchronize()
+        return copies
+
+    return wait
+
+
 LogLikelihood = tuple[float, bool]  # in nats, and whether every token was the likeliest
 
 
-def in_order(results: Sequence[tuple[Batch, RowScores]], *, exact: bool) -> list[LogLikelihood]:
+def in_order(
+    results: Sequence[tuple[Batch, RowScores]], copied: Sequence[Tensor], *, exact: bool
+) -> list[LogLikelihood]:
     """Return the log-likelihood of each request, in input order, from ``results``, batches in any
-    order, after one copy to host memory. ``exact``: summed by torch in the dtype of the
-    log-probabilities, which is HFLM's rounding; else in float64."""
-    values = torch.cat([scores.log_probability for _, scores in results]).cpu()
-    likeliest = torch.cat([scores.likeliest for _, scores in results]).cpu().numpy()
+    order, of which ``copied`` are all log-probabilities and all flags ``likeliest`` in host memory.
+    ``exact``: summed by torch in the dtype of the log-probabilities, which is HFLM's rounding; else
+    in float64."""
+    values, likeliest = copied[0], copied[1].numpy()
     order = np.argsort(np.concatenate([batch.request_indices for batch, _ in results]))
     counts = np.concatenate([batch.counts for batch, _ in results])
     firsts = np.cumsum(counts) - counts

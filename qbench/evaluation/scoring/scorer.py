@@ -1,8 +1,8 @@
 """Score requests exactly or fast, as an lm-eval language model. A request goes through these steps,
 top to bottom.
 
-1. ``loglikelihood`` turns text into ``Requests`` of token ids;
-2. ``_score`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
+1. ``start``, whose answers may be waited for later, turns text into ``Requests`` of token ids;
+2. ``_queue`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, or those that go through a streamed model together
    (``qbench.streaming``), and splits what does not fit the device. Of its hidden states, those
    that are scored become log-probabilities (``forward``);
@@ -17,10 +17,11 @@ from __future__ import annotations
 import logging
 import math
 import random
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ from qbench.evaluation.scoring.forward import (
     rope_limit,
     score_rows,
     to_device,
+    to_host,
 )
 from qbench.evaluation.scoring.generate import (
     Prompt,
@@ -243,7 +245,7 @@ class Scorer(LM):
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
         self._state_bytes = model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize
-        self._counts = Counts()
+        self._counts, self._turn = Counts(), threading.Lock()
         kind, limit = rope_limit(model.config.get_text_config())
         padding = Padding(
             max_length=settings.max_length,
@@ -285,17 +287,32 @@ class Scorer(LM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
         """Return (log-likelihood in nats, whether greedy) of each request's continuation after its
         context. Raises as ``read``, and for a request without tokens in either."""
-        return self.read(requests, self._requests("loglikelihood", requests))
+        return self.start("loglikelihood", requests)()
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each request's whole text in nats, the sum over its rolling
         windows. Raises as ``read``."""
-        windows = self._requests(ROLLING, requests)
-        sums: list[float] = [0] * len(requests)
-        scores = self.read(requests, windows)
-        for owner, (log_likelihood, _) in zip(windows.owners.tolist(), scores, strict=True):
-            sums[owner] += log_likelihood
-        return sums
+        return self.start(ROLLING, requests)()
+
+    def start(self, kind: str, requests: list[Any]) -> Callable[[], list[Any]]:
+        """Begin a call of the method ``kind``. Return a function that waits for its answers; a GPU
+        may get the next call's work before."""
+        if kind not in LIKELIHOODS:
+            answers = getattr(self, kind)(requests)
+            return lambda: answers
+        encoded = self._requests(kind, requests)
+        scores = self.read(requests, encoded)
+        if kind != ROLLING:
+            return scores
+
+        def add_up() -> list[float]:
+            """Return the log-likelihood of each text, the sum of those of its windows."""
+            sums: list[float] = [0] * len(requests)
+            for owner, (log_likelihood, _) in zip(encoded.owners.tolist(), scores(), strict=True):
+                sums[owner] += log_likelihood
+            return sums
+
+        return add_up
 
     def _requests(self, kind: str, instances: Sequence[Any]) -> Requests:
         """Return the requests of lm-eval's ``instances`` for the method ``kind``."""
@@ -339,12 +356,15 @@ class Scorer(LM):
             counts=self._counts,
         )  # fmt: skip
 
-    def read(self, instances: Sequence[Any], requests: Requests) -> list[LogLikelihood]:
-        """Return the log-likelihoods of ``requests``, whose ``owners`` are indexes in lm-eval's
-        ``instances``, all of one task. Raises EvaluationError if a continuation or all requests are
-        too long, if memory is short, or if fast scores leave the tolerance without ``fallback``."""
+    def read(
+        self, instances: Sequence[Any], requests: Requests
+    ) -> Callable[[], list[LogLikelihood]]:
+        """Queue ``requests``, whose ``owners`` are indexes in lm-eval's ``instances``, all of one
+        task, on the device. Return a function that waits for their log-likelihoods and adds the
+        call to the report. Either raises EvaluationError if a continuation or all requests are too
+        long, if memory is short, or if fast scores leave the tolerance without ``fallback``."""
         if not len(requests):
-            return []
+            return list
         most, task = self.settings.max_length, instances[0].task_name
         if (longest := requests.scored.max()) > most:
             raise EvaluationError(  # HFLM would stop with a bare assertion
@@ -357,42 +377,59 @@ class Scorer(LM):
         counts.add_requests(task, len(requests), truncated, most)
         lengths = np.bincount(requests.owners, requests.scored, len(instances)).astype(np.int64)
 
-        def observed(backend: Backend) -> list[LogLikelihood]:
-            """Return the scores of all requests, whose rows the observer sees."""
-            observer = self._observer
+        def observed(backend: Backend) -> Callable[[], list[LogLikelihood]]:
+            """Queue all requests on the device; return a function that waits for their scores."""
+            observer, wait = self._observer, None
             if observer is not None:
-                observer.begin(instances, lengths.tolist(), self.head)
-            scores = self._score(Work(backend, requests, counts, observer, self._progress))
+                observer = observer.begin(instances, lengths.tolist(), self.head)
+            queued = self._queue(Work(backend, requests, counts, observer, self._progress))
             if observer is not None:
-                observer.end()
+                wait = observer.end()
+
+            @cache
+            def scores() -> list[LogLikelihood]:
+                in_input_order = queued()
+                if wait is not None:
+                    wait()
+                return in_input_order
+
             return scores
 
-        scores, reason = observed(self.fast or self.exact), None
+        scores = observed(self.fast or self.exact)
+        reasons: Iterator[str | None] = iter((None, None))
         if self.fast is not None:
             # Windows are independent: each costs as much to score exactly as fast
             documents: Sequence[Hashable] = range(len(requests))
             if not requests.windows:
                 documents = [instances[owner].doc_id for owner in requests.owners.tolist()]
-            reason = self._compare(task, requests, documents, scores, counts)
-        if reason is not None:
-            if not self.settings.fallback:
-                raise EvaluationError(reason)
-            counts.exact_tasks[task] = reason
-            scores = observed(self.exact)
-        self._counts.add(counts)
-        return scores
+            reasons = self._compare(task, requests, documents, scores, counts)
+        next(reasons)
+
+        def finish() -> list[LogLikelihood]:
+            reason, answers = next(reasons), scores
+            if reason is not None:
+                if not self.settings.fallback:
+                    raise EvaluationError(reason)
+                counts.exact_tasks[task] = reason
+                answers = observed(self.exact)
+            in_input_order = answers()
+            self._counts.add(counts)
+            return in_input_order
+
+        return finish
 
     def _compare(
         self,
         task: str,
         requests: Requests,
         documents: Sequence[Hashable],
-        fast: Sequence[LogLikelihood],
+        fast: Callable[[], Sequence[LogLikelihood]],
         counts: Counts,
-    ) -> str | None:
-        """Return why the scores ``fast`` are too far from exact ones; None if they are not.
-        ``documents``: the document of each request. A sample of documents is scored exactly (of
-        windows two), and doubled while it does not tell whether the bias is within its bound."""
+    ) -> Iterator[str | None]:
+        """Yield None when a sample of documents (of windows two) is queued to be scored exactly;
+        then why the scores that ``fast`` waits for are too far from exact ones, None if they are
+        not. ``documents``: the document of each request. The sample is doubled while it does not
+        tell whether the bias is within its bound."""
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one
         order = random.Random(self.settings.seed).sample(distinct, len(distinct))
@@ -400,18 +437,22 @@ class Scorer(LM):
         if requests.windows:
             count = min(count, SAMPLED_WINDOWS)
         if not count:
-            return None
+            yield from (None, None)
+            return
         while True:
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
-            scores = self._score(Work(self._reference, requests.take(new), Counts()))
-            exact |= dict(zip(new, scores, strict=True))
+            queued = self._queue(Work(self._reference, requests.take(new), Counts()))
+            if not exact:
+                yield None
+            scores = fast()
+            exact |= dict(zip(new, queued(), strict=True))
             difference = compare(
                 task,
                 documents=[documents[i] for i in indexes],
                 tokens=requests.scored[indexes].tolist(),
-                fast=[fast[i] for i in indexes],
+                fast=[scores[i] for i in indexes],
                 exact=[exact[i] for i in indexes],
                 by_bias=self.settings.amplifies_rounding,
                 population=len(order),
@@ -421,12 +462,13 @@ class Scorer(LM):
                 break
             count *= 2
         if reason := sample_violation(self.settings.tolerance, sample):
-            return f"{reason}; use scoring: exact, or raise this tolerance"
+            yield f"{reason}; use scoring: exact, or raise this tolerance"
         counts.differences.append(difference)
-        return None
+        yield None
 
-    def _score(self, work: Work) -> list[LogLikelihood]:
-        """Return the scores of the requests, in order; they are computed batch by batch."""
+    def _queue(self, work: Work) -> Callable[[], list[LogLikelihood]]:
+        """Score batches of requests, which a GPU may go on with; return a function that waits for
+        the scores, in the order of the requests."""
         backend, requests, progress = work.backend, work.requests, work.progress
         plans = requests.plan(backend.batching)
         parts = [[p] for p in plans]
@@ -437,7 +479,8 @@ class Scorer(LM):
         results: list[tuple[Batch, RowScores]] = []
         done = 0
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        with ThreadPoolExecutor(1) as thread:  # reads the next part while the device computes
+        # A thread reads the next part while the device computes; one call at a time has it.
+        with self._turn, torch.cuda.stream(stream), ThreadPoolExecutor(1) as thread:
             read = partial(thread.submit, self._read_rows, work, stream)
             following = read(parts[0])
             for part, after in zip(parts, [*parts[1:], None], strict=True):
@@ -451,7 +494,10 @@ class Scorer(LM):
                 results += self._run(work, part, batches, tell)
                 tell(1.0)
                 done += count
-        return in_order(results, exact=backend.exact)
+        assert sum(len(batch.counts) for batch, _ in results) == len(requests)
+        values, flags = zip(*((s.log_probability, s.likeliest) for _, s in results), strict=True)
+        copied = to_host(torch.cat(values), torch.cat(flags))
+        return lambda: in_order(results, copied(), exact=backend.exact)
 
     def _read_rows(
         self, work: Work, stream: torch.cuda.Stream | None, part: Sequence[BatchPlan]
