@@ -14,7 +14,6 @@ from qbench.api import load_records
 from qbench.comparison.compare import compare
 from qbench.gate import baseline, check
 from qbench.gate.verdict import parse_margins
-from qbench.metrics import base_metric, is_percentage
 from qbench.records import GroupScore
 from qbench.statistics import Column, Panel, effect
 from qbench.tables import render
@@ -127,21 +126,6 @@ def filled(path, right):
     )  # fmt: skip
     store.put(make_record(cell, scores(table)), table, None)
     return store
-
-
-@pytest.mark.parametrize(
-    ("metric", "base", "percent"),
-    [
-        ("exact_match [strict-match]", "exact_match", True),
-        ("acc_norm [get-answer]", "acc_norm", True),
-        ("exact_match", "exact_match", True),
-        ("word_perplexity", "word_perplexity", False),
-        ("brier_score [none-of-these]", "brier_score", False),
-    ],
-)
-def test_the_filter_is_parsed_off_once(metric, base, percent):
-    assert base_metric(metric) == base
-    assert is_percentage(metric) is percent
 
 
 def test_filtered_metrics_are_shown_in_per_cent_everywhere(tmp_path):

@@ -36,15 +36,6 @@ def nearly(tmp_path_factory):
     return changed(tmp_path_factory.mktemp("nearly"), shift={CELL: 0.01})
 
 
-def test_the_same_results_pass(good, standard):
-    result = check.check(good, standard)
-    assert result.outcome == "pass"
-    assert result.exit_code == 0
-    scored = [gate for gate in result.gates if gate.task != "audit"]
-    assert len(scored) == 4 * 5
-    assert {gate.reason.split(" on ")[0] for gate in scored} == {"same outcomes"}
-
-
 @pytest.mark.parametrize("options", [("--summary", "base"), ("--summary", "x", "--junit", "x")])
 def test_no_file_is_written_over_another(good, standard, tmp_path, options):
     base = shutil.copy(standard, tmp_path / "base")

@@ -124,18 +124,6 @@ def test_a_broken_quantizer_does_not_widen_its_own_margin(tmp_path, good, standa
     assert before == after
 
 
-def test_a_metric_without_a_family_needs_a_margin_of_its_own():
-    bleu = score("bleu", "bleu", 60)
-    ter = score("ter [first]", "ter", 60)
-    words = (
-        r"""default: bleu, ter \[first\]; add --margin "bleu=NUMBER" --margin "ter \[first\]=NUM"""
-    )
-    with pytest.raises(RecipeError, match=words):
-        verdict.require_known({}, [bleu, ter])
-    verdict.require_known({"bleu": 2.0, "ter": 1.0}, [bleu, ter])
-    assert verdict.margin_of(bleu, column(np.arange(60.0)), {"bleu": 2.0}, lines=1).given
-
-
 # Margins of answers: KL along them, their length both ways, and what drawing adds.
 
 

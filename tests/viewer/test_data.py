@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -173,22 +172,6 @@ def test_the_server_answers_at_its_own_address_alone(serve, folder):
         assert ask(running, f"/{token}/{path}")[0] == HTTPStatus.NOT_FOUND
     status, text, _ = ask(running, f"/{token}/data/index.json")
     assert json.loads(text) == {"folders": [{"name": "<b>&grid"}]}
-
-
-def test_what_changes_in_a_folder_changes_its_state(serve, tmp_path):
-    store = fill(tmp_path / "grid", missing=("softpick/gptq-4bit",))
-    running = serve(store.directory)
-    running.server.results[0].comparison(wait=True)
-    before = running.payload("state")
-    assert before[0][1] is True
-    fill(tmp_path / "grid")
-    assert running.payload("state")[0][0] != before[0][0]
-    for _ in range(100):
-        if running.payload("state")[0][1]:
-            break
-        time.sleep(0.1)
-    shown = running.payload("0/overview")
-    assert {one["status"] for one in shown["cells"]} == {"ok"}
 
 
 def test_a_comparison_keeps_no_process_that_ends(folder, monkeypatch):
