@@ -1,7 +1,7 @@
 """The bundled pair, unquantized and analyzed once for all that reads analyses."""
 
 import pytest
-from small_recipe import qbench, small_recipe
+from small_recipe import blocks, qbench, small_recipe
 
 SHORT = ("--device", "cpu", "--samples", 2, "--length", 32)
 
@@ -10,7 +10,8 @@ SHORT = ("--device", "cpu", "--samples", 2, "--length", 32)
 def analyzed(tmp_path_factory):
     """A recipe, and a results folder with its unquantized cells analyzed."""
     folder = tmp_path_factory.mktemp("analyzed")
-    path, out = small_recipe(folder, tasks=["demo_pages"]), folder / "out"
+    pair = blocks("softmax", "softpick")
+    path, out = small_recipe(folder, tasks=["demo_pages"], checkpoints=pair), folder / "out"
     assert qbench("analyze", path, "--out", out, *SHORT) == 0
     return path, out
 

@@ -10,7 +10,7 @@ import torch
 from lm_eval.tasks import TaskManager
 from loading import load_model
 from scoring_models import settings
-from small_recipe import qbench, run_small, small_recipe
+from small_recipe import blocks, qbench, run_small, small_recipe
 from tiny import write_tiny
 
 from qbench.bench import attention_speed, cells, command_speed
@@ -31,7 +31,7 @@ DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(find(str(DEMO / "softpick")), dtype=torch.float32, device="cpu")
+    return load_model(find(blocks("softpick")["softpick"]), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture(scope="module")

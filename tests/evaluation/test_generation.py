@@ -7,7 +7,7 @@ import pytest
 import torch
 from loading import load_model
 from scoring_models import ask, instance, llama, prompt, scorer, text, tokenizer
-from small_recipe import DEMO
+from small_recipe import blocks
 
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
@@ -80,7 +80,7 @@ def test_answers_to_a_task_are_hflms_text_by_text(
     monkeypatch.setattr(generation, "CHUNK", chunk)
     monkeypatch.setattr(generation, "at_once", lambda model, length: 4)
     monkeypatch.setattr(generation, "SPARE_COLUMNS", 0)
-    checkpoint = find(str(DEMO / normalizer))
+    checkpoint = find(blocks(normalizer)[normalizer])
     model = load_model(checkpoint, dtype=torch.float32, device="cpu")
     if cache is not None:
         model = apply(model, config_of({"kv": cache}, compute_dtype="float32"), {})

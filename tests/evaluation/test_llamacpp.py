@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from loading import load_model
-from published_copies import DEMO, gguf, interleaved, original, write_gguf
+from published_copies import first_blocks, gguf, interleaved, original, write_gguf
 from scoring_models import prompt
-from small_recipe import qbench, small_recipe
+from small_recipe import DEMO, blocks, qbench, small_recipe
 from tiny import tiny_model
 from transformers import modeling_gguf_pytorch_utils as legacy
 from transformers import modeling_utils
@@ -38,15 +38,15 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The bundled softmax model as GGUF, by type."""
+    """Two blocks of the bundled softmax model as GGUF, by type."""
     folder = tmp_path_factory.mktemp("gguf")
-    whole = original(folder / "llama")
+    whole = first_blocks(original(folder / "llama"), folder / "two")
     return {kind: gguf(whole, folder / "m.gguf", kind) for kind in ("F32", "Q8_0", "Q4_0")}
 
 
 def planned(folder, path, **changes):
     column = {"name": "checkpoint", "path": str(path), "label": "copy"}
-    recipe = small_recipe(folder, checkpoints={"base": str(DEMO / "softmax")},
+    recipe = small_recipe(folder, checkpoints={"base": blocks("softmax")["softmax"]},
                           quantizers=["fp32", column], **changes)  # fmt: skip
     return plan(Recipe.load(recipe), device="cpu")
 
@@ -92,7 +92,7 @@ def test_a_file_is_a_column_like_any_other(files, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "In the old town of"}\n{"prompt": "The baker of"}\n')
     answers = {"prompts": str(prompts), "max_new_tokens": 12, "samples": 2}
-    recipe = small_recipe(tmp_path, checkpoints={"base": str(DEMO / "softmax")},
+    recipe = small_recipe(tmp_path, checkpoints={"base": blocks("softmax")["softmax"]},
                           quantizers=["fp32", *columns], answers=answers,
                           tasks=["demo_pages"])  # fmt: skip
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
@@ -234,7 +234,7 @@ def test_a_file_is_a_checkpoint_too_dequantized_once(files, monkeypatch, capsys)
     again = find(str(files["F32"]))
     assert (again.folder, again.digest) == (checkpoint.folder, checkpoint.digest)
     ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    original = load_model(find(str(DEMO / "softmax")), dtype=torch.bfloat16, device="cpu")
+    original = load_model(find(blocks("softmax")["softmax"]), dtype=torch.bfloat16, device="cpu")
     for name, parameter in original.named_parameters():
         torch.testing.assert_close(
             ours.get_parameter(name), parameter.float(), rtol=0, atol=0, msg=name

@@ -5,7 +5,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from loading import load_model
-from small_recipe import DEMO, run_small, small_recipe
+from small_recipe import blocks, run_small, small_recipe
 
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
@@ -36,8 +36,8 @@ class Runtime(HFLM):
 
 def changes(**column):
     served = {"name": "lm-eval", "model": "qbench-test-runtime", "label": "served", "bits": 8,
-              "args": {"folder": str(DEMO / "softmax")}} | column  # fmt: skip
-    return {"checkpoints": {"base": str(DEMO / "softmax")}, "quantizers": ["fp32", served],
+              "args": {"folder": blocks("softmax")["softmax"]}} | column  # fmt: skip
+    return {"checkpoints": {"base": blocks("softmax")["softmax"]}, "quantizers": ["fp32", served],
             "evaluation": {"limit": 4, "scoring": "exact"}}  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, blocks, qbench, small_recipe
 from viewer.conftest import HOSTILE, Running, fill, texts
 
 from qbench.cli.view import document_texts
@@ -280,7 +280,8 @@ def test_the_site_opens_from_a_disk(folder, tmp_path, page):
     page.wait_for_selector(".tokens span")
 
 
-@pytest.mark.parametrize("name", ["pair-27m", slow("seeds-27m-kv"), slow("published-27m-gguf")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pair-27m", "seeds-27m-kv", "published-27m-gguf"])
 def test_real_results_from_the_answer_to_a_document_and_why(at, page, name):
     """Two models, seeds of two, and published files of one."""
     real = RESULTS / name
@@ -301,8 +302,8 @@ def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_c
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "In the old town of"}\n')
     answers = {"prompts": str(prompts), "max_new_tokens": 8}
-    checkpoints = {"softpick": str(DEMO / "softpick")}
-    recipe = small_recipe(tmp_path, checkpoints=checkpoints, tasks=["demo_choice"], answers=answers)
+    one = blocks("softpick")
+    recipe = small_recipe(tmp_path, checkpoints=one, tasks=["demo_choice"], answers=answers)
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
     sources = Sources(DEMO / "data", DEMO / "tasks")
     running = serve(tmp_path / "out", texts=partial(document_texts, sources))
