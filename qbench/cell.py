@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qbench.attention import NATIVE
-from qbench.attention.transformers import batch_invariant
 from qbench.cell_result import CellResult
 from qbench.checkpoints.find import elements
 from qbench.checkpoints.load import (
@@ -226,9 +225,7 @@ def quantized(
             linearize(audited)  # Conv1D as llama.cpp has it
             write_gguf_into(audited, str(cell.copy.folder))
             wrong = model.disagreement(audited, probe[:, : cell.scoring.max_length])
-        measured = audit(
-            original, audited, cell.quantization, probe, batch_invariant, result.advance
-        )
+        measured = audit(original, audited, cell.quantization, probe, result.advance)
         problems = (*wrong, *measured.problems)
         result.audit = measured.model_copy(update={"problems": problems, "passed": not problems})
         del original, audited

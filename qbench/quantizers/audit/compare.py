@@ -9,8 +9,8 @@ to other experts: there a share of all tokens must move, and more than in a batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qbench.attention.transformers import batch_invariant
 from qbench.errors import first_line
 from qbench.progress import Advance
 from qbench.quantizers.activation_inputs import ATTRIBUTE
@@ -30,7 +31,6 @@ from qbench.quantizers.quantize import TRANSFORM, backend, evidence_of
 from qbench.records import GIB, Audit, BatchDependence, ModuleAudit, StoredSize
 from qbench.streaming import lockstep
 
-RowByRow = Callable[[Any], AbstractContextManager[Any]]
 SHIFTS = (1, 7)  # other tokens: ids moved on by so many
 CUT = 10  # tokens that are left off at the end; and half, and three quarters of the text
 OTHER_SHAPES = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, of any token's logits
@@ -51,20 +51,18 @@ def independence(
     config: QuantizationConfig,
     probe: Tensor,
     known: Tensor,
-    row_by_row: RowByRow = nullcontext,
 ) -> tuple[BatchDependence, BatchDependence, list[str]]:
     """Measure how far logits of ``quantized`` depend on later tokens, and on the other rows of a
     batch; return both, and a line per dependence that ``config`` does not declare. ``original`` is
     measured too if rounding might explain it. ``probe``: token ids [B ≥ 2, T], and ``known`` its
-    logits. In the context ``row_by_row(model)`` no row of its attention changes the last bits of
-    another, as rows of a kernel's tile may; what it yields is true if it changes nothing."""
+    logits."""
     length = probe.shape[1]
     lengths = sorted({max(1, n) for n in (length - CUT, length // 2, length // 4)})
     # Where activations are rounded to few bits, rounding alone moves every token as far.
     cut = [probe[:1], *(probe[:, :n] for n in lengths)]
     other_shapes = [] if config.amplifies_rounding else cut
     with ExitStack() as stack:
-        _, same = [stack.enter_context(row_by_row(model)) for model in (original, quantized)]
+        _, same = [stack.enter_context(batch_invariant(model)) for model in (original, quantized)]
         both = _changed(probe, LAST_TOKEN, OTHER_ROWS)
         first = [known] if same else []
         texts = [probe, *both, *other_shapes][len(first) :]
@@ -183,14 +181,12 @@ def audit(
     quantized: nn.Module,
     config: QuantizationConfig,
     probe: Tensor,
-    row_by_row: RowByRow = nullcontext,
     progress: Advance = lambda done, total: None,
 ) -> Audit:
     """Compare ``quantized`` with its ``original``, on one device. The original may be changed: do
     not use it afterwards. ``probe``: token ids [B, T] of a text on which quantization must move the
-    logits. ``row_by_row``: a context in which no row of a model's attention changes the last bits
-    of another. ``progress(done, total)`` is called as layers are measured. The result's ``passed``
-    is False if a check fails, and ``problems`` has a line per failed check."""
+    logits. ``progress(done, total)`` is called as layers are measured. The result's ``passed`` is
+    False if a check fails, and ``problems`` has a line per failed check."""
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
     ours, theirs = (model.config.get_text_config().to_dict() for model in (original, quantized))
@@ -217,7 +213,7 @@ def audit(
     fields: dict[str, Any] = {}
     if runs:
         fields["causality"], fields["batch_mates"], failures = independence(
-            original, quantized, config, probe, after, row_by_row
+            original, quantized, config, probe, after
         )
         problems += failures
     if config.transform is not None:
