@@ -70,7 +70,7 @@ def measure(
     tokenizer: PreTrainedTokenizerBase,
     linears: Sequence[str],
     batch: int,
-    progress: Advance | None = None,
+    progress: Advance = lambda done, total: None,
 ) -> Measured:
     """Run ``model`` over texts ``ids`` [N, T] int64, ``batch`` at a time, and measure it.
     ``linears``: names of the linear layers whose inputs are measured, those of the unquantized
@@ -90,8 +90,7 @@ def measure(
             seen.first, seen.shape, seen.last = first, tuple(tokens.shape), None
             logits = model(input_ids=tokens, use_cache=False).logits
             seen.losses.append(_losses(logits, tokens))
-            if progress is not None:
-                progress(first + len(tokens), len(ids))
+            progress(first + len(tokens), len(ids))
     return _measured(seen, ids, tokenizer, linears)
 
 
