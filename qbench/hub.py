@@ -19,9 +19,8 @@ UNREACHABLE = {"OfflineModeIsEnabled", "TimeoutException", "NetworkError"}
 
 
 def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return the folder with the files of model repository ``hub_id`` that match the globs
-    ``patterns``, at ``revision`` (None: the newest). Raises CheckpointError with the hub's reason
-    if they cannot be fetched."""
+    """Return the folder with the files of the model ``hub_id`` that match ``patterns`` (globs), at
+    ``revision`` (None: the newest). Raises CheckpointError with the hub's reason for a failure."""
     try:
         download = huggingface_hub.snapshot_download
         return Path(download(hub_id, revision=revision, allow_patterns=list(patterns)))

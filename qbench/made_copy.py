@@ -86,8 +86,7 @@ def _make(
     cell: Cell, maker: LibraryMade, calibration: Calibration | None, out: Path, device: str,
     log: Path,
 ) -> None:  # fmt: skip
-    """Run the maker in a separate process; it writes the folder ``out``. The file ``log`` stays if
-    it fails."""
+    """Run the maker in a process, which writes the folder ``out``; ``log`` stays if it fails."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -52,7 +52,6 @@ def variance_name(metric: str) -> str:
 
 
 def rank(metric: str) -> int:
-    """Return the metric's index in the paper's order, without its filter; other metrics come after
-    all of these."""
+    """Return the metric's index in the paper's order, without its filter; others come last."""
     base = base_metric(metric)
     return METRIC_ORDER.index(base) if base in METRIC_ORDER else len(METRIC_ORDER)

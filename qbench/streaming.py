@@ -110,8 +110,7 @@ def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) ->
 
 
 def stream_of(model: Any) -> Stream | None:
-    """Return the :class:`Stream` of ``model``; None if it is not streamed: all its weights lie on a
-    device, or on several."""
+    """Return the :class:`Stream` of ``model``; None if all its weights lie on devices."""
     return getattr(model, ATTRIBUTE, None)
 
 

@@ -1,5 +1,4 @@
-"""Analyze one cell: load, quantize, audit, then one pass over the text, or one pass per linear
-layer that is quantized alone."""
+"""Analyze one cell: load, quantize, audit, then one pass over the text, or one per layer alone."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class AnalysisSettings:
         return max(1, BATCH_TOKENS[self.device] // self.length)
 
     def key_parts(self) -> dict[str, Any]:
-        """Return, for keys, what determines the analyzed tokens and how many texts are read at
-        once, by name."""
+        """Return, for keys, what determines the analyzed tokens and the batches, by name."""
         return {
             "text": self.source.digest,
             "field": self.source.field,
@@ -88,6 +87,5 @@ def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TextSour
 
 
 def default_length(contexts: Iterable[int | None]) -> int:
-    """Return the tokens per text: LENGTH, or the shortest of the checkpoints' ``contexts`` (None:
-    not stated) if that is shorter."""
+    """Return LENGTH, or the shortest of ``contexts`` (None: not stated) if that is shorter."""
     return min([LENGTH, *(context for context in contexts if context is not None)])

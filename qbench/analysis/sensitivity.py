@@ -94,9 +94,8 @@ class Baseline:
         self.perplexity = perplexity(torch.cat(losses).double().mean().item())
 
     def against(self, unit: Unit, quantized: nn.Module) -> UnitSensitivity:
-        """Return the damage if the modules of ``unit`` are replaced by those of the model
-        ``quantized``; the model is restored. Raises EvaluationError if the changed model's logits
-        are not numbers."""
+        """Return the damage if the modules of ``unit`` are replaced by those of ``quantized``; the
+        model is restored. Raises EvaluationError if the changed model's logits are not numbers."""
         modules = {name: quantized.get_submodule(name) for name in unit.modules}
         kl, change = (ratio(each, np.ones(len(each))) for each in self.losses(modules)[0])
         return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=change)

@@ -16,9 +16,8 @@ NATIVE = "native"
 
 def choose(normalizer: str, implementation: str, device: str) -> str:
     """Return ``reference`` or ``triton`` for ``implementation`` on ``device`` (``cuda:1``,
-    ``cpu``). ``auto`` is triton on CUDA if the attention function has kernels, else the reference.
-    Raises RecipeError for an unknown name, UnavailableError if triton cannot run or lacks
-    kernels."""
+    ``cpu``). ``auto`` is triton on CUDA if there are kernels, else the reference. Raises
+    RecipeError for an unknown name, UnavailableError if triton cannot run or lacks kernels."""
     chosen = NORMALIZERS[normalizer]
     kind = device.partition(":")[0]
     if implementation not in IMPLEMENTATIONS:

@@ -186,9 +186,8 @@ _positions = SimpleNamespace(counted=False)
 
 
 def positions_counted() -> AbstractContextManager:
-    """Promise, within the body, that a model without position ids reads whole sequences, none
-    packed. Then the graph of torch.compile does not look for packed ones, which waits for the GPU.
-    """
+    """Promise, within the body, that a model without position ids reads whole, unpacked sequences.
+    Then the graph of torch.compile does not look for packed ones, which waits for the GPU."""
     return patch.object(_positions, "counted", True)
 
 
@@ -227,8 +226,7 @@ class Mask:
         return arguments
 
     def contiguous(self) -> Tensor:
-        """Return the dense mask over all keys that a static cache has memory for, as transformers'
-        ``generate`` makes it ahead."""
+        """Return the dense mask over a static cache's keys, as ``generate`` makes it ahead."""
         return pad(self.dense(), (0, self.cache_slack))
 
     def to(self, device: torch.device, **options: Any) -> Mask:

@@ -66,8 +66,7 @@ class Shape:
         return settings | VARIANTS[variant]
 
     def flop(self, variant: str) -> float:
-        """Return the FLOP of a forward pass; ``variant``, a key of VARIANTS, matters if it is
-        "window"."""
+        """Return the FLOP of a forward pass of ``variant``, a key of VARIANTS."""
         seen = min(WINDOW, self.length) if variant == "window" else self.length
         pairs = seen * (seen + 1) / 2 + (self.length - seen) * seen
         return 4 * self.batch * self.heads * self.head_dim * pairs
@@ -105,8 +104,7 @@ CHECKED = {64: 3200, 128: 2304}  # tokens by head width, see hopper.MIN_WORK
 def require_right(shape: Shape, variant: str, normalizer: str) -> None:
     """Compare our kernel of ``normalizer`` and ``variant`` with the float64 reference on one batch
     row of ``shape``, cut to CHECKED tokens: the output and the gradients of query, key and value.
-    Seeds torch's generators. Raises EvaluationError if one is wrong. A second call with the same
-    arguments does nothing."""
+    Seeds torch's generators. Raises EvaluationError if one is wrong. Cached."""
     length = min(shape.length, CHECKED[shape.head_dim])
     shape = replace(shape, batch=1, length=length, variants=())
     torch.manual_seed(0)

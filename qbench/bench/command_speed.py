@@ -70,9 +70,8 @@ def bench_command(
 
 
 def lm_eval_command(planned: Plan, folder: Path) -> list[str]:
-    """Return lm-eval's command, as a list of words, for the plan's first checkpoint, tasks and
-    limit. Definitions of the tasks, with the plan's data files, are written to the new
-    ``folder``."""
+    """Return lm-eval's command, a list of words, for the plan's first checkpoint, tasks and limit.
+    The tasks' definitions, with the plan's data files, are written to the new ``folder``."""
     cell, evaluation = planned.cells[0], planned.recipe.evaluation
     folder.mkdir()
     for task in planned.tasks:

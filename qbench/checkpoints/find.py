@@ -91,8 +91,7 @@ def choose_attention(
 
 
 def moving_rope(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of rotary embedding if its angles depend on how long the texts of a forward
-    pass are; else None."""
+    """Return the kind of rotary embedding if its angles depend on the texts' length; else None."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     types = (str(part.get("rope_type") or part.get("type") or "") for part in parts)

@@ -28,8 +28,7 @@ TEXTS = (
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint's folder. No remote code runs. Raises CheckpointError if
-    transformers cannot load it."""
+    """Return the tokenizer of a folder; no remote code runs. Raises CheckpointError if it fails."""
     try:
         ours = fla.recognizes(checkpoint.config)
         if ours and (checkpoint.folder / "tokenizer.json").is_file():

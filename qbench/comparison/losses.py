@@ -151,8 +151,7 @@ def score_losses(
 
 
 def _inferred(comparison: Comparison, losses: Losses) -> Losses:
-    """Return ``losses`` with the intervals of cells, and with those of each group of trainings
-    against the first."""
+    """Return ``losses`` with intervals of cells, and of groups of trainings against the first."""
     (_, base), *others = comparison.groups.items()
     asked: dict[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = {}  # "": over all
     for group, members in others:

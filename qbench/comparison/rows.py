@@ -323,14 +323,12 @@ def bits_per_weight(record: Record | None) -> float | None:
 
 
 def gib(record: Record | None) -> float | None:
-    """Return the GiB of all weights as they are stored; None if no audit counted them, as in
-    records of earlier versions."""
+    """Return the GiB of all weights as stored; None if no audit counted them (earlier versions)."""
     return record.audit.size.gib if record and record.audit and record.audit.size else None
 
 
 def status_of(record: Record | None) -> tuple[Status, str]:
-    """Return whether a record is ok, failed (also by its audit) or missing, and the reason unless
-    it is ok."""
+    """Return whether a record is ok, failed (also by its audit) or missing, and why."""
     if record is None:
         return "missing", "no record; run the recipe again"
     if record.status == "failed":

@@ -68,16 +68,14 @@ def margin_of(losses: Losses | Row) -> float:
 
 
 def ordered(comparison: Comparison, checkpoint: str) -> list[str]:
-    """Return a checkpoint's quantizers, smallest loss in the primary measure first; those without
-    it are left out."""
+    """Return a checkpoint's quantizers with a loss in the primary measure, smallest first."""
     means = comparison.primary.means if comparison.primary else {}
     names = [name for name in comparison.quantizers if f"{checkpoint}/{name}" in means]
     return sorted(names, key=lambda name: means[f"{checkpoint}/{name}"])
 
 
 def nearer(comparison: Comparison, checkpoint: str, name: str, other: str) -> bool:
-    """Return whether ``name`` loses significantly less in the primary measure than ``other``; False
-    if they were not tested."""
+    """Return whether a test says that ``name`` loses less in the primary measure than ``other``."""
     pairs = comparison.primary.pairs
     if pair := pairs.get((checkpoint, name, other)):
         return pair.significant and pair.estimate < 0

@@ -71,8 +71,7 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
 class Linear8(bitsandbytes.nn.Linear8bitLt):
     """bitsandbytes' 8-bit layer, equal to the bit, also for inputs of more than three dimensions.
-    Without gradients it reuses the codes of its input from the previous layer if that had the same
-    input."""
+    Without gradients it reuses the codes that the previous layer made of the same input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product [..., out] of ``x`` [..., in], as the library computes it."""

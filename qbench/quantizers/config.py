@@ -224,8 +224,7 @@ class WeightSettings(Settings):
         return Precision(weights=Part(bits=self.num_bits, scheme=self.scheme))
 
     def for_layer(self, name: str) -> WeightSettings | None:
-        """Return the settings for the linear layer ``name``: these, unless settings are mixed; None
-        if a mix has none for it."""
+        """Return the settings for the linear layer ``name``; None if a mix has none for it."""
         return self
 
     def group_length(self, columns: int) -> int:
@@ -235,8 +234,7 @@ class WeightSettings(Settings):
     # What the audit may expect
 
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Return the bits per weight of a matrix [rows, columns] beside its code: of scales, zeros
-        and indices."""
+        """Return the bits per weight of a matrix [rows, columns] for scales, zeros and indices."""
         raise NotImplementedError
 
     @property

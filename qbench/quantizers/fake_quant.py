@@ -250,8 +250,7 @@ def _range(x: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Tensor]) -> None:
-    """Set the cache that ``settings`` describe on every attention module of ``model``; ``tensors``
-    is not used."""
+    """Set the settings' cache on every attention module of ``model``; ``tensors`` is not used."""
     cache = KVFakeQuant(settings)
     for module in attention_modules(model).values():
         setattr(module, KV_CACHE, cache)
@@ -267,8 +266,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def evidence(model: nn.Module, settings: KVCache) -> dict[str, KVFakeQuant]:
-    """Return the cache of each attention module that has one, by module's name; ``settings`` is not
-    used."""
+    """Return the cache of each attention module with one, by name; ``settings`` is not used."""
     return {
         name: getattr(module, KV_CACHE)
         for name, module in model.named_modules()

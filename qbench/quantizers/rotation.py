@@ -20,8 +20,7 @@ from qbench.quantizers.methods.equal_models import Rotation
 @torch.no_grad()
 def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, Tensor]) -> None:
     """Rotate ``model`` by Q, in place; ``tensors`` is not used. An LM head that shares the
-    embeddings gets separate weights, since the last norm's weight is multiplied into the head
-    only."""
+    embeddings gets its own weights, since the last norm is multiplied into it only."""
     decoder, head = model.model, model.lm_head
     embeddings = decoder.embed_tokens
     draw = torch.Generator().manual_seed(settings.seed)

@@ -168,8 +168,7 @@ def effects(
 
 
 def effect(panel: Panel, signs: Signs, aggregation: str) -> Answer:
-    """Return the effect of the contrast ``signs`` of the panel's columns, or why there is none, as
-    ``effects``."""
+    """Return the effect of the contrast ``signs`` of the panel's columns, or why there is none."""
     return _effects(panel, [signs], aggregation)[0]
 
 

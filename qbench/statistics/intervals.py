@@ -265,8 +265,7 @@ def bootstrap_log_means(made: Contrasts, scores: Scores, *, kl: bool) -> tuple[N
 
 
 def _rounds_of_log_means(scores: Scores, signs: Floats) -> Floats:
-    """Return (estimate − truth) / standard error of each Σ sign · ln(mean) in each bootstrap round,
-    [contrasts, rounds]."""
+    """Return (estimate − truth) / standard error of Σ sign · ln(mean), [contrasts, rounds]."""
     documents, columns = scores.documents, []
     for sign in signs:
         used = np.flatnonzero(sign)
@@ -374,8 +373,7 @@ class ScoreTest(Method):
         return np.where(mean == 0, 1.0, p)
 
     def size_at(self, level: float | Floats) -> Floats:
-        """Return the mean that the score test at ``level`` detects with 80 % power, see
-        ``detectable_mean``."""
+        """Return the mean detected at ``level`` with 80 % power, see ``detectable_mean``."""
         square = (self.values**2 * self.counts).sum(axis=0) / self.documents
         reach = np.maximum(np.abs(self.lowest), np.abs(self.highest))
         return detectable_mean(square, self.documents, reach=reach, level=level)

@@ -75,9 +75,8 @@ SEEDS_NOTE = "Trainings of one kind: their mean, in brackets the lowest and the 
 
 
 def table_4(results: AnalysisResults) -> list[Table]:
-    """Return a list with the paper's table 4: a row per analyzed cell and per group of analyzed
-    trainings, with the KL divergence of each quantized cell of the same weights; [] without
-    cells."""
+    """Return the paper's table 4: a row per analyzed cell and per group of analyzed trainings, with
+    the KL divergence of each quantized cell of the same weights; [] without cells."""
     cells = {each.cell: [each] for each in results.cells}
     groups = {
         f"{group}/{quantizer}, {len(members)} trainings": [

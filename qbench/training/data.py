@@ -148,8 +148,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Return the SHA-256 over the names and contents of ``tokenizer_files``. Raises DataError if
-    there are none."""
+    """Return the SHA-256 over names and contents of ``tokenizer_files``. Raises as it does."""
     total = hashlib.sha256()
     for path in tokenizer_files(folder):
         total.update(f"{path.name} {file_digest(path)}\n".encode())

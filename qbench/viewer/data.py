@@ -76,8 +76,7 @@ class WholeStore(Store):
 
 
 def unreadable(store: Store) -> Mapping[str, str]:
-    """Return cell → why its record cannot be read, of the cells read so far; {} for a store that
-    raises instead."""
+    """Return cell → why its record cannot be read, so far; {} for a store that raises instead."""
     return store.unreadable if isinstance(store, WholeStore) else {}
 
 
@@ -386,8 +385,7 @@ def tokens(store: Store, cell: int, task: int, document: int) -> Json:
 
 
 def _tokens(store: Store, record: Record, task: str) -> pd.DataFrame | None:
-    """Return the divergences of a task, with the columns ``sample`` and ``agrees`` for answers;
-    None if the record has none."""
+    """Return a task's divergences, with columns ``sample`` and ``agrees`` for answers, or None."""
     if task == ANSWERS and ANSWERS in record.files:
         rows, _ = split_prompts(store.answers(record))
         return rows.assign(tokens=1)

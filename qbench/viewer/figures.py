@@ -74,8 +74,7 @@ def _panels(rows: int, columns: int = 1, *, height: float) -> tuple[Figure, NDAr
 
 def boxes(cells: Sequence[Analysis]) -> Figure:
     """Return a figure of hidden states after each decoder layer, a row per cell (the paper's figure
-    5): quartiles as boxes, whiskers to the smallest and largest value, dashes at 0.1 % and 99.9 %.
-    """
+    5): quartiles as boxes, whiskers to the extremes, dashes at 0.1 % and 99.9 %."""
     figure, grid = _panels(len(cells), height=2.3)
     hidden = [layer.hidden for cell in cells for layer in cell.measured.layers]
     reach = max(max(-each.minimum, each.maximum) for each in hidden)

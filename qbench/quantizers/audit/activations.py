@@ -149,8 +149,7 @@ class _InputWatch(Rounding):
 
 
 def groups_of(x: Tensor, about: ActivationEvidence) -> Tensor:
-    """Return ``x`` [..., in] as [groups, values that share a scale]; a single group if the format
-    has one scale for the tensor."""
+    """Return ``x`` [..., in] as [groups, values that share a scale], which may be one group."""
     size = about.format.group_size
     if about.format.strategy == "tensor":
         return x.reshape(1, -1)

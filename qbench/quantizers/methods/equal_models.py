@@ -63,9 +63,8 @@ class SmoothQuant(Settings):
 @settings
 class Rotation(Settings):
     """Rotates the residual stream by a Hadamard matrix with random signs. Norms' weights go into
-    the layers after them; embeddings, linear layers and the LM head are rotated offline. The
-    paper's Hadamard across heads before o_proj is left out: o_proj sees values that are rotated
-    within their heads."""
+    the layers after them; embeddings, linear layers and LM head are rotated offline. The paper's
+    Hadamard across heads before o_proj is left out: its values are rotated within heads."""
 
     kind: ClassVar = "transform"
     backend: ClassVar[str] = "rotation"
@@ -74,8 +73,7 @@ class Rotation(Settings):
     online: bool = Field(True, description="rotate the input of down_proj while the model runs")
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
-        """Raise RecipeError for a model whose blocks are not known, or a width without a Hadamard
-        matrix."""
+        """Raise RecipeError for unknown blocks, or a width without a Hadamard matrix."""
         require_known(config, self.name)
         widths = {"hidden_size": config.get("hidden_size"), "head_dim": head_dim(config)}
         if self.online:
