@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qbench.analysis.analyze_run import AnalysisResult
-from qbench.analysis.analyzed_text import AnalysisSettings
+from qbench.analysis.analyze_run import AnalysisResult, AnalysisSettings
 from qbench.analysis.attention_weights import attention_maps, choose_heads
 from qbench.analysis.measure import measure
 from qbench.analysis.sensitivity import Baseline, Unit, units

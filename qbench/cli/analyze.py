@@ -9,17 +9,15 @@ from typing import Annotated
 import typer
 
 from qbench.analysis.analyze_run import (
+    FIELD,
+    AnalysisSettings,
     analysis_manifest,
     analyze_if_needed,
     choose_cells,
+    default_length,
     plan_analyses,
     plan_sensitivities,
     put_sensitivity_manifest,
-)
-from qbench.analysis.analyzed_text import (
-    FIELD,
-    AnalysisSettings,
-    default_length,
     task_text,
     text_file,
 )

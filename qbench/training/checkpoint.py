@@ -173,8 +173,7 @@ class Run:
             record = read_training(path)
         except (ValueError, DamagedError) as error:
             kind = validation_line if isinstance(error, ValidationError) else first_line
-            line = kind(error)
-            line = line.removeprefix(f"{path}: ")
+            line = kind(error).removeprefix(f"{path}: ")
             raise TrainingError(f"{path}: damaged: {line}; {remedy}") from None
         self._require_same(record.settings_digest)
         for name, written in record.files.items():
