@@ -28,6 +28,7 @@ from qbench.evaluation.evaluate import (
     in_turn,
     judge,
     load_task,
+    shared_samples,
 )
 from qbench.evaluation.kl_observer import (
     BaselineHiddenStates,
@@ -146,8 +147,9 @@ class Evaluation:
             self.observer = BaselineWriter()
         if left:
             scorer = language_model(
-                model, self.tokenizer, cell.scoring, progress=result.advance, observer=self.observer
-            )
+                model, self.tokenizer, cell.scoring, progress=result.advance,
+                observer=self.observer, samples=shared_samples(tasks, cell.scoring.sample),
+            )  # fmt: skip
         failures: list[QbenchError] = []
 
         def attempt(task: LoadedTask, work: Callable[[], Any]) -> Any:

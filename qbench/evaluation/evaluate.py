@@ -15,7 +15,7 @@ import json
 import math
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -80,6 +80,7 @@ SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split
 ORIGIN_KEYS = {"custom_dataset", "dataset_kwargs", "metadata", "tag", *SPLIT_KEYS}
 TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "process_results")
 KEPT = 256  # tasks in memory
+LEAST_SAMPLE = 4  # documents
 # fields that a template prints as they are
 printed = functools.cache(re.compile(r"\{\{\s*(\w+)\s*\}\}").findall)
 INDEXES = ("label", "gold")  # usual names of the field that says which choice is right
@@ -478,6 +479,20 @@ def prepare(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSetti
         for kind, instances in kinds.items():
             model.prepare(kind, instances)
     return kinds
+
+
+def shared_samples(tasks: Sequence[LoadedTask], sample: int) -> dict[str, int]:
+    """Return of how many documents of each task fast scores are compared with exact ones at first:
+    tasks whose prompts are made by one template, as those of MMLU's subjects, share ``sample``, but
+    no task has fewer than ``LEAST_SAMPLE``."""
+
+    def template(task: LoadedTask) -> tuple[str, ...]:
+        config = task.task.config
+        parts = (config.doc_to_text, config.doc_to_choice, config.doc_to_target, config.num_fewshot)
+        return task.task.OUTPUT_TYPE, *map(str, parts)
+
+    alike = Counter(map(template, tasks))
+    return {t.name: max(LEAST_SAMPLE, -(-sample // alike[template(t)])) for t in tasks}
 
 
 def in_turn(

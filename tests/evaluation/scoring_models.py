@@ -109,7 +109,7 @@ def pages(words: tuple[int, ...], seed: int = 0) -> list[Instance]:
     ]
 
 
-def scorer(model, mode, *, bos=False, progress=None, observer=None, **changes):
+def scorer(model, mode, *, bos=False, progress=None, observer=None, samples=None, **changes):
     """A language model in ``mode``; ``changes`` are settings other than these small ones. ``bos``
     None: as the tokenizer does, which adds it. Packs need our attention, so a model that
     attends by torch's is given it."""
@@ -118,7 +118,7 @@ def scorer(model, mode, *, bos=False, progress=None, observer=None, **changes):
         set_attention(model, normalizer="softmax", implementation="reference")
     return language_model(
         model, tokenizer(bos is not False), settings(mode, add_bos=bos, **changes),
-        progress=progress, observer=observer,
+        progress=progress, observer=observer, samples=samples or {},
     )  # fmt: skip
 
 

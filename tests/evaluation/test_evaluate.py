@@ -23,6 +23,7 @@ from qbench.evaluation.evaluate import (
     judge,
     load_task,
     rebuild_requests,
+    shared_samples,
 )
 from qbench.evaluation.scoring.batching import characters
 from qbench.evaluation.scoring.scorer import pinned_hflm
@@ -265,6 +266,13 @@ def test_a_task_too_long_to_encode_ahead_leaves_room_for_the_next(folder, monkey
     monkeypatch.setattr("qbench.evaluation.evaluate.KEPT_CHARACTERS", less)
     build_ahead(tasks, settings("exact"), encoded.append)
     assert [len(pairs) for pairs in encoded[2:]] == [7]
+
+
+def test_tasks_of_one_template_share_a_sample(folder):
+    tasks = [loaded(folder, name) for name in ("zero_shot", "shuffled", "five_shot", "word")]
+    counts = {"zero_shot": 16, "shuffled": 16, "five_shot": 32, "word": 32}
+    assert shared_samples(tasks, 32) == counts
+    assert set(shared_samples(tasks[:2], 4).values()) == {4}
 
 
 def test_the_next_task_is_prepared_and_the_last_judged_while_one_is_scored(folder):

@@ -126,6 +126,26 @@ def test_a_bias_that_could_move_a_headline_fails(kind, amplifies, shift, fails):
         ask(fast, requests)
 
 
+@pytest.mark.parametrize(("off", "documents"), [(0.0, 2), (0.4, 8)], ids=["alike", "too far"])
+def test_a_task_that_shares_its_sample_fails_by_the_whole_one_only(off, documents):
+    requests, sampled = choices(40), set()
+    lm = scorer(llama(), "fast", sample=8, samples={"choices": 2})
+    right = lm._queue
+
+    def shifted(work):
+        """Scores of packs are off by as much per token, so that their bias is certain."""
+        scores, packed = right(work), work.backend is lm.fast
+        if not packed:
+            sampled.update(requests[owner].doc_id for owner in work.requests.owners)
+        by = off * packed * work.requests.scored
+        return lambda: [(s + d, greedy) for (s, greedy), d in zip(scores(), by, strict=True)]
+
+    lm._queue = shifted
+    with pytest.raises(EvaluationError, match="nats per token") if off else nullcontext():
+        ask(lm, requests)
+    assert len(sampled) == documents
+
+
 def test_scores_that_are_not_numbers_fail():
     model = llama()
     _, fast = scorers(model)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -214,8 +215,8 @@ class Scorer(LM):
     """An lm-eval language model with exact or fast scores; ``report()`` says how they were made.
 
     A task whose fast scores leave the tolerance is scored exactly if ``settings.fallback`` says so,
-    else refused. ``progress(done, total)`` counts requests. Raises UnavailableError if the mode
-    does not fit the model.
+    else refused. ``progress(done, total)`` counts requests; ``samples``: as of ``language_model``.
+    Raises UnavailableError if the mode does not fit the model.
     """
 
     _batching: Mapping[str, str] = {}  # in a report, if it is not that of the settings
@@ -228,12 +229,13 @@ class Scorer(LM):
         *,
         progress: Advance | None = None,
         observer: Observer | None = None,
+        samples: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.settings = settings
         self.hflm = pinned_hflm(model, tokenizer, settings)  # generates, and holds the tokenizer
         self._device = self.hflm.device
-        self._progress, self._observer = progress, observer
+        self._progress, self._observer, self._samples = progress, observer, samples
         decoder, self.head = decoder_and_head(model, "; set scoring: lm-eval")
         vocabulary = model.config.get_text_config().vocab_size
         self._embedded = len(model.get_input_embeddings().weight)
@@ -429,13 +431,14 @@ class Scorer(LM):
         """Yield None when a sample of documents (of windows two) is queued to be scored exactly;
         then why the scores that ``fast`` waits for are too far from exact ones, None if they are
         not. ``documents``: the document of each request. The sample is doubled while it does not
-        tell whether the bias is within its bound."""
+        tell whether the bias is within its bound, and before a small one is said to be too far."""
         exact, distinct = dict[int, LogLikelihood](), list(dict.fromkeys(documents))
         # In an order in which a larger sample holds a smaller one
         order = random.Random(self.settings.seed).sample(distinct, len(distinct))
-        count = self.settings.sample
+        most = self.settings.sample
         if requests.windows:
-            count = min(count, SAMPLED_WINDOWS)
+            most = min(most, SAMPLED_WINDOWS)
+        count = min(most, self._samples.get(task, most))
         if not count:
             yield from (None, None)
             return
@@ -458,10 +461,12 @@ class Scorer(LM):
                 population=len(order),
             )
             (sample,) = difference.samples
-            if count >= len(order) or not undecided(self.settings.tolerance, sample):
+            reason = sample_violation(self.settings.tolerance, sample)
+            unclear = undecided(self.settings.tolerance, sample) or (reason and count < most)
+            if count >= len(order) or not unclear:
                 break
             count *= 2
-        if reason := sample_violation(self.settings.tolerance, sample):
+        if reason:
             yield f"{reason}; use scoring: exact, or raise this tolerance"
         counts.differences.append(difference)
         yield None
@@ -588,6 +593,7 @@ def language_model(
     *,
     progress: Advance | None = None,
     observer: Observer | None = None,
+    samples: Mapping[str, int] = MappingProxyType({}),
 ) -> Any:
     """Return an lm-eval language model over ``model``: a causal LM of transformers in eval mode, or
     a runtime of lm-eval or llama.cpp, which scores in its one way, whatever the mode.
@@ -595,7 +601,9 @@ def language_model(
     Mode ``lm-eval`` is HFLM itself with these settings, ``exact`` gives its scores faster, ``fast``
     gives scores within ``settings.tolerance`` of exact ones. ``progress(done, total)`` counts
     requests; ``observer`` sees hidden states, logits and log-probabilities of every scored token.
-    HFLM and lm-eval's runtimes call neither. The result's ``report()`` says how it scored.
+    HFLM and lm-eval's runtimes call neither. ``samples``: of how many documents of a task fast
+    scores are compared with exact ones at first, if fewer than ``settings.sample``. The result's
+    ``report()`` says how it scored.
 
     Raises UnavailableError if exact and fast scoring do not fit the model; scoring itself raises
     EvaluationError.
@@ -607,7 +615,9 @@ def language_model(
     if hasattr(model, "scorer"):  # llama.cpp's
         return model.scorer(tokenizer, settings, progress=progress, observer=observer)
     if settings.mode != "lm-eval":
-        return Scorer(model, tokenizer, settings, progress=progress, observer=observer)
+        return Scorer(
+            model, tokenizer, settings, progress=progress, observer=observer, samples=samples
+        )
     assert observer is None, "HFLM gives no log-probabilities"
     return HFLMScorer(model, tokenizer, settings)
 
