@@ -2,6 +2,7 @@
 
 import shutil
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -192,14 +193,20 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-VIEWS = ("", f"#view=documents&task={HOSTILE}&cell=softmax/gptq-2bit&cell=softpick/gptq-2bit")
-MORE_VIEWS = ("#view=scores", "#view=why", "#view=methods", "#view=cell&cell=softmax/gptq-2bit",
-              f"#view=document&task={HOSTILE}&document=1&cell=softmax/gptq-2bit")  # fmt: skip
+DOCUMENTS = f"#view=documents&task={HOSTILE}&cell=softmax/gptq-2bit&cell=softpick/gptq-2bit"
+QUICK_VIEWS = (("", "light"), (DOCUMENTS, "dark"))
+VIEWS = ("", DOCUMENTS, "#view=scores", "#view=why", "#view=methods",
+         "#view=cell&cell=softmax/gptq-2bit",
+         f"#view=document&task={HOSTILE}&document=1&cell=softmax/gptq-2bit")  # fmt: skip
 
 
-@pytest.mark.parametrize("view", [*VIEWS, *(slow(view) for view in MORE_VIEWS)],
-                         ids=lambda view: view[6:18] or "overview")  # fmt: skip
-def test_axe_finds_nothing_and_no_view_scrolls_sideways_on_a_phone(served, page, view):
+@pytest.mark.parametrize(
+    ("view", "theme"),
+    [*QUICK_VIEWS, *(slow(*each) for each in product(VIEWS, ("light", "dark"))
+                     if each not in QUICK_VIEWS)],
+    ids=lambda part: part[6:18] or part or "overview",
+)  # fmt: skip
+def test_axe_finds_nothing_and_no_view_scrolls_sideways_on_a_phone(served, page, view, theme):
     page.set_viewport_size({"width": 400, "height": 800})
     page.goto(served.address + view)
     page.wait_for_selector("main .card, main .note, main h2")
@@ -212,10 +219,9 @@ def test_axe_finds_nothing_and_no_view_scrolls_sideways_on_a_phone(served, page,
     if not AXE.is_file():
         pytest.skip("axe-core is not installed: `npm ci` in qbench/viewer/frontend")
     page.evaluate(AXE.read_text())
-    for theme in ("light", "dark"):
-        page.emulate_media(color_scheme=theme)
-        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-        assert [(each["id"], each["nodes"][0]["html"]) for each in found] == []
+    page.emulate_media(color_scheme=theme)
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    assert [(each["id"], each["nodes"][0]["html"]) for each in found] == []
 
 
 def test_points_of_charts_and_rows_open_their_cell_by_keyboard_and_mouse(opened, page):
