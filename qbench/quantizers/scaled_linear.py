@@ -15,6 +15,7 @@ from qbench.quantizers.methods.weight_formats import RoundedWeights
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of a code's lower three bits
 BIAS = 127  # of an exponent that is stored as a scale
 LEAST_SCALE = 0.125  # E4M3 scale of a block of zeros, as in compressed-tensors
+LEAST_MAGNITUDE = 1e-35  # of a matrix; the scale of a smaller one would be infinite
 UP = 1 << 21  # a quarter of the mantissa of float32: it carries from 1.75 on
 
 
@@ -56,7 +57,7 @@ def quantize(name: str, layer: nn.Linear, settings: RoundedWeights) -> Tensors:
     blocks = layer.weight.detach().float().unflatten(1, (-1, settings.format.group_size))
     magnitude, element = blocks.abs().amax(-1), ELEMENTS[settings.format.element]
     if settings.name == "nvfp4":
-        largest = magnitude.amax().clamp(min=torch.finfo(torch.float32).tiny).view(1)
+        largest = magnitude.amax().clamp(min=LEAST_MAGNITUDE).view(1)
         tensor_scale = largest.reciprocal() * (ELEMENTS["e4m3"].largest * element.largest)
         scale = (tensor_scale * divided(magnitude, element.largest)).to(torch.float8_e4m3fn)
         scale = torch.where(scale.float() == 0, LEAST_SCALE, scale.float()).to(scale.dtype)

@@ -119,6 +119,16 @@ def test_weights_are_those_of_compressed_tensors_to_the_bit(name, spread):
     assert torch.equal(made.dequantize(), expected)
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_weights_that_are_all_zero_stay_zero(name):
+    layer = torch.nn.Linear(128, 48, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    settings = settings_of(name)
+    tensors = scaled_linear.quantize("layer", layer, settings)
+    made = scaled_linear.from_packed(layer, tensors, settings).dequantize()
+    assert torch.equal(made, layer.weight)
+
+
 # Transformed models compute what they did: SmoothQuant and rotation, folded into weights.
 
 
