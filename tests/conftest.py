@@ -43,12 +43,12 @@ def pytest_collection_finish() -> None:
 # What takes longest begins first, so that no process is left alone with it at the end.
 LONGEST = (
     "test_prequantized.py", "test_browser.py", "test_grid.py", "test_startup.py", "test_budget.py",
-    "test_kernels.py", "test_analyze.py", "test_export_model.py", "test_interrupted.py",
-    "test_dask.py", "test_scoring_exact.py", "test_generation.py", "test_compiled.py",
-    "test_run.py", "test_docs.py", "test_quantize.py", "test_scoring_variants.py", "test_check.py",
-    "test_kept_tasks.py", "test_scoring_fast.py", "test_audit.py", "test_llamacpp.py",
-    "test_bench_evaluation.py", "test_data.py", "test_workers.py", "test_resume.py",
-    "test_evaluate.py",
+    "test_kernels.py", "test_interrupted.py", "test_kept_tasks.py", "test_workers.py",
+    "test_analyze.py", "test_dask.py", "test_docs.py", "test_check.py", "test_scoring_exact.py",
+    "test_audit.py", "test_resume.py", "test_bench_evaluation.py", "test_evaluate.py",
+    "test_quantize.py", "test_generation.py", "test_llamacpp.py", "test_scoring_variants.py",
+    "test_plan.py", "test_data.py", "test_run.py", "test_made_copy.py", "test_export_model.py",
+    "test_compiled.py", "test_scoring_fast.py",
 )  # fmt: skip
 
 
