@@ -145,13 +145,14 @@ def legend(
     metrics = {row.label: metric_title(row.metric) for row in _first_rows(comparison)}
     text = "".join(text for row in rows for text in row.values())
     notes = ["KL: divergence of the predictions from the unquantized model’s, nats per token."]
-    if tasks and comparison.unquantized is not None:
+    if tasks:
         ratios = ", of perplexities the ratio (×)" if "×" in text else ""
         names = ", ".join(f"{name} {metrics[name]}" for name in tasks)
-        notes.append(
-            f"Tasks ({names}): {comparison.unquantized} has the score, the other rows what they "
-            f"lose against it in points{ratios}; minus is a gain."
-        )
+        meaning = "the score."
+        if comparison.unquantized is not None:
+            meaning = (f"{comparison.unquantized} has the score, the other rows what they lose "
+                     f"against it in points{ratios}; minus is a gain.")  # fmt: skip
+        notes.append(f"Tasks ({names}): {meaning}")
     wide = {
         record.quantizer: None
         for record in comparison.records.values()
@@ -210,8 +211,9 @@ def _first_rows(comparison: Comparison) -> list[Row]:
 
 
 def _value(comparison: Comparison, row: Row, group: str) -> str:
-    """Return the damage in one score; if unquantized the score, marked if it may be guessed."""
-    if row.quantized:
+    """Return the damage in one score; the score, marked if it may be guessed, if ``row`` is
+    unquantized or no row is."""
+    if row.quantized and comparison.unquantized is not None:
         return effect_text(row.effects.get(("damages", group)), percent=row.percent)
     value, entry = row.mean(group), row.entries.get(group)
     value = entry.value if value is None and entry else value

@@ -196,3 +196,10 @@ def test_why_there_is_no_damage_is_said(tmp_path, columns, change, other, said):
     assert f"mine/hqq-4bit: {said}" in render(comparison)
     first = "There is no damage: the run has no unquantized col"
     assert verdict(comparison)[0].startswith(first) == (len(columns) == 1)
+
+
+def test_a_copy_that_is_scored_alone_shows_its_scores(tmp_path):
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=("hqq-4bit",), sizes=SIZES)
+    shown = summary(compare(store))
+    assert re.search(r"\| hqq-4bit .*— \| +\d+\.\d\d \| +\d+\.\d\d \| +\d+\.\d\d \|", shown)
+    assert "Word Perplexity): the score." in " ".join(shown.split())
