@@ -76,7 +76,9 @@ def test_the_hubs_library_reads_the_card_back(exported):
 
 @pytest.mark.parametrize("hub_id", [None, "some/model"])
 def test_a_card_has_the_verdict_and_the_base_model(tmp_path, hub_id):
-    store = make_store(tmp_path / "grid", checkpoints=("mine",), quantizers=("bf16", "hqq-4bit"))
+    sizes = {"arc_easy": 2376, "wikitext": 62}
+    columns = {"checkpoints": ("mine",), "quantizers": ("bf16", "hqq-4bit")}
+    store = make_store(tmp_path / "grid", sizes=sizes, **columns)
     hub_ids = {"mine": hub_id} if hub_id else {}
     store.put_manifest(store.manifest().model_copy(update={"hub_ids": hub_ids}))
     paths = export.export(Store(tmp_path / "grid"), "model-card", tmp_path / "cards")

@@ -185,7 +185,7 @@ def test_a_comparison_keeps_no_process_that_ends(folder, monkeypatch):
 
 
 def test_two_folders_and_a_site_of_them(folder, tmp_path):
-    other = fill(tmp_path / "other").directory
+    other = fill(tmp_path / "other", checkpoints=("softmax",)).directory
     results = [Results(Store(one)) for one in (folder, other)]
     paths = write_site(results, tmp_path / "site")
     names = {str(path.relative_to(tmp_path / "site")) for path in paths}
