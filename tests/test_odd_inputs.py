@@ -36,6 +36,7 @@ ODD: list[tuple[tuple[str, ...], str]] = [
         (("tables",), ()), (("check",), CHECK[2:]), (("baseline",), ("--out", "new.parquet")),
     )),
     (("explain", "grid/softmax/bf16", "file"), "not a record"),
+    (("export", "grid/softmax/bf16", "--model", "grid"), "exists already; name a new folder"),
     *((("run", path, "--device", "cpu"), words) for path, words in NOT_A_RECIPE.items()),
     *((("check", "grid", "--baseline", path), ".") for path in
       ("folder", "file", "nowhere", "cut.parquet", "grid/grid.json")),

@@ -88,6 +88,8 @@ def export(
         raise ResultsError("export: give either --to FORMAT, or --model DIR for one cell's model")
     if model is not None:
         require_folder(model, "--model")
+        if model.is_dir() and any(model.iterdir()):
+            raise ResultsError(f"--model {model}: exists already; name a new folder, or remove it")
         store, record = find_cell(str(folder))
         if record.status != "ok":
             raise ResultsError(
