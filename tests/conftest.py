@@ -67,18 +67,22 @@ def measure_shapes_once(patch: pytest.MonkeyPatch) -> None:
     """Have scorers measure how a plain matrix rounds once per shape."""
     from qbench.evaluation.scoring import forward, scorer
 
-    measure, known = forward.probe_matmul, {}
+    known = {}
 
-    def probe_matmul(head, *how):
-        if type(head).__name__ != "Linear":
-            return measure(head, *how)
-        key = (*head.weight.shape, *how)
-        if key not in known:
-            known[key] = measure(head, *how)
-        return known[key]
+    def once(name, measure):
+        def measured(head, *how):
+            if type(head).__name__ != "Linear":
+                return measure(head, *how)
+            key = (name, *head.weight.shape, *how)
+            if key not in known:
+                known[key] = measure(head, *how)
+            return known[key]
 
-    for module in (forward, scorer):
-        patch.setattr(module, "probe_matmul", probe_matmul)
+        return measured
+
+    for name in ("probe_matmul", "least_rows"):
+        patch.setattr(forward, name, once(name, getattr(forward, name)))
+    patch.setattr(scorer, "probe_matmul", forward.probe_matmul)
 
 
 @pytest.fixture(scope="session", autouse=True)

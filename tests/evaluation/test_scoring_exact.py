@@ -13,7 +13,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qbench.attention.transformers import set_attention
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring import batching, forward
-from qbench.evaluation.scoring.forward import JoinedForward, MatmulRounding, probe_matmul
+from qbench.evaluation.scoring.forward import (
+    JoinedForward,
+    MatmulRounding,
+    least_rows,
+    probe_matmul,
+)
 from qbench.quantizers.fake_quant import install
 from qbench.quantizers.methods.kv_formats import KVCache
 
@@ -208,6 +213,16 @@ def test_a_head_whose_rounding_depends_on_the_place_is_found_out():
         head.weight = weight
         found = probe_matmul(head, torch.float32, torch.device("cpu"))
         assert found.stable == (head is steady)
+
+
+@pytest.mark.parametrize(("other", "least"), [(0, 65), (65, 71), (150, 160), (600, None)])
+def test_how_many_rows_a_product_needs_to_round_as_a_large_one_is_measured(other, least):
+    class Matrix(torch.nn.Linear):
+        def forward(self, x):
+            """Rows of ``other`` or fewer round otherwise."""
+            return x.sum(-1, keepdim=True) + (len(x) <= other)
+
+    assert least_rows(Matrix(24, 50, bias=False), torch.float32) == least
 
 
 def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():

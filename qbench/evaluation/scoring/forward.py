@@ -13,6 +13,7 @@ HFLM's whole product does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from qbench.streaming import lockstep
 
 WHOLE_BYTES = 2**30  # the most that a batch's whole logits may take; beyond, rows are taken out
 SIZES = (65, 71, 100, 131, 160, 193)  # rows of products whose first rows are compared
+MORE_SIZES = (257, 331, 515)  # with them those of a decoder's products
 PARTS = ((1, 1), (3, 2), (17, 1), (45, 3), (101, 1))  # first row, multiples of ``multiple``
 NAME = "qbench-packed"
 WITH_MASKS = "qbench-packed-with-masks"
@@ -270,17 +272,16 @@ class PackedForward:
 class JoinedForward(PackedForward):
     """The decoder over padded batches: ``padded`` if they are not joined."""
 
-    def __init__(self, model: Any, padded: PaddedForward, product: MatmulRounding) -> None:
+    def __init__(self, model: Any, padded: PaddedForward, multiple: int, least: int) -> None:
         super().__init__(model, padded.decoder, name=JOINED)
-        self.padded = padded
-        self._multiple, self._least = product.multiple, product.rows + 1
+        self.padded, self._multiple, self.least = padded, multiple, least
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the hidden states [N, H] of a padded batch's tokens, or of joined ones'."""
         if not isinstance(batch, JoinedBatch):
             return self.padded(batch)
         while True:
-            shared = batch.share(self._multiple, self._least, self._limit)
+            shared = batch.share(self._multiple, self.least, self._limit)
             try:
                 return super().__call__(shared)[torch.from_numpy(shared.tokens)]
             except _OtherBits as error:
@@ -306,7 +307,8 @@ def joined_forward(
 ) -> JoinedForward | None:
     """Return a forward that takes joined batches too, if their hidden states on a CPU are to the
     bit those of each batch alone: in trials each matrix takes every token once and rounds rows
-    alike, as that of the LM head (``product``), and two random batches are the same. Else None."""
+    alike, as that of the LM head (``product``), and two random batches are the same. Else None. A
+    batch of fewer tokens than its ``least`` must not be joined."""
     decoder, device = padded.decoder, model.device
     matrices = {module for module in decoder.modules() if hasattr(module, "in_features")}
     rest = [m for m in decoder.modules() if m not in matrices and type(m) is not torch.nn.Embedding]
@@ -319,23 +321,25 @@ def joined_forward(
         or any(p.dim() > 1 for m in rest for p in m.parameters(recurse=False))
     ):
         return None
-    least, none, taken = product.rows + 1, np.zeros(0, dtype=np.int64), list[int]()
+    needed = [least_rows(matrix, model.dtype) for matrix in kinds.values()]
+    if None in needed:
+        return None
+    least, none, taken = max(product.rows + 1, *needed), np.zeros(0, dtype=np.int64), list[int]()
 
     def note(module: torch.nn.Module, given: Any) -> None:
         if module in matrices:
             taken.append(given[0].shape[:-1].numel())
 
-    ids = np.arange(3 * least - 3).reshape(2, 3, -1) % len(model.get_input_embeddings().weight)
+    texts = -(-least // 32)
+    ids = np.arange(64 * texts).reshape(2, texts, 32) % len(model.get_input_embeddings().weight)
     ids[:, 1, :9] = ids[:, 0, :9]  # a beginning that two texts share
     scored = {"scored": Scored(none, none, none), "request_indices": none, "counts": none}
     batches = [Batch(ids=each, rows=np.arange(each.size), **scored) for each in ids]
     try:
         with torch.nn.modules.module.register_module_forward_pre_hook(note):
             alone = torch.cat([padded(batch) for batch in batches])
-        forward = JoinedForward(model, padded, product)
+        forward = JoinedForward(model, padded, product.multiple, least)
         same = torch.equal(alone, forward(join(batches)))
-        for matrix in kinds.values():
-            same &= probe_matmul(matrix, model.dtype, device, JOINED_TOKENS).stable
     except Exception:  # a class may not take positions or options
         return None
     return forward if same and taken == [ids[0].size] * 2 * len(matrices) else None
@@ -531,19 +535,31 @@ class Projection:
         return part
 
 
-def probe_matmul(
-    head: torch.nn.Module, dtype: torch.dtype, device: torch.device, rows: int = 200
-) -> MatmulRounding:
+@torch.no_grad()
+def least_rows(matrix: torch.nn.Module, dtype: torch.dtype) -> int | None:
+    """Return how many rows a product by ``matrix`` on a CPU must have to round each of them as one
+    of JOINED_TOKENS rows does, as far as trials tell: libraries multiply few rows in another order,
+    the fewer the wider. None if they are more than ``MORE_SIZES``."""
+    generator, sizes = torch.Generator().manual_seed(0), (*SIZES, *MORE_SIZES)
+    x = torch.randn(JOINED_TOKENS, matrix.in_features, generator=generator).to(dtype)
+    product = matrix(x)
+    for least, fewer in itertools.pairwise((None, *reversed(sizes), 0)):
+        if fewer and not torch.equal(matrix(x[:fewer]), product[:fewer]):
+            return least
+    return sizes[0]
+
+
+def probe_matmul(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> MatmulRounding:
     """Measure how many rows the head's product in ``dtype`` needs to round as a full product does:
-    compare parts of a product of ``rows`` or more random rows with the same rows of the whole. On a
-    GPU nothing is measured: rows are taken out freely."""
+    compare parts of a product of random rows with the same rows of the whole. On a GPU nothing is
+    measured: rows are taken out freely."""
     if device.type != "cpu":  # no claim to the bit there
         return MatmulRounding(rows=0, multiple=1, stable=True)
     width = getattr(head, "in_features", None) or head.weight.shape[-1]
     threads = torch.get_num_threads()
     multiple = 16 * threads
     generator = torch.Generator().manual_seed(0)
-    longest = max(rows, PARTS[-1][0] + max(n for _, n in PARTS) * multiple)
+    longest = max(200, PARTS[-1][0] + max(n for _, n in PARTS) * multiple)
     x = torch.randn(longest, width, generator=generator).to(dtype)
     with torch.no_grad():
         product = head(x)

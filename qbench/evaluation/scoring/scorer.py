@@ -480,7 +480,7 @@ class Scorer(LM):
         if self._stream:
             parts = list(_parts(plans, STATES_BYTES // self._state_bytes))
         elif isinstance(backend.forward, JoinedForward):
-            parts = list(_parts(plans, JOINED_TOKENS, self._product.rows))
+            parts = list(_parts(plans, JOINED_TOKENS, backend.forward.least - 1))
         results: list[tuple[Batch, RowScores]] = []
         done = 0
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
@@ -513,8 +513,8 @@ class Scorer(LM):
         observer = work.observer
         with torch.cuda.stream(stream):
             batches = [planned.collate(work.requests) for planned in part]
-            least = self._product.rows + 1
-            if isinstance(work.backend.forward, JoinedForward) and batches[0].ids.size >= least:
+            forward = work.backend.forward
+            if isinstance(forward, JoinedForward) and batches[0].ids.size >= forward.least:
                 batches = [join(batches)]
             if observer is None or self._stream:
                 return [(batch, None) for batch in batches]
