@@ -27,6 +27,7 @@ from qbench.metrics import (
 )
 from qbench.records import ANSWERS, Flips, Record, RunManifest, Score
 from qbench.statistics import (
+    TESTABLE,
     Column,
     Effect,
     Missing,
@@ -36,6 +37,7 @@ from qbench.statistics import (
     effects,
     joined,
     over_trainings,
+    untestable,
 )
 from qbench.statistics.panel import Signs, on_shared_documents
 from qbench.store import Store
@@ -232,16 +234,23 @@ def _effects(
     seeds: bool = False,
 ) -> dict[EffectKey, Effect | Missing]:  # fmt: skip
     """Return the effects of all contrasts whose outcomes there are: of single checkpoints with
-    their errors from drawing answers, or with ``seeds`` over the trainings of each group."""
+    their errors from drawing answers, or with ``seeds`` over the trainings of each group. Damages
+    in scores of all documents at once, such as BLEU, which have no outcomes, are ``Missing``."""
     by_metric: dict[tuple[str, str, str], dict[EffectKey, Trainings]] = defaultdict(dict)
+    answers: dict[EffectKey, Effect | Missing] = {}
     damaged = {cell.cell for cell in comparison.grid.cells if not comparison.no_damage(cell.cell)}
     for index, row in enumerate(comparison.lines):
         by_name = columns.get(row.task, {})
         for contrast, group, trainings in _contrasts(comparison, row, groups, damaged):
-            if all(name in by_name for part in trainings for signs in part for name in signs):
+            names = [name for part in trainings for signs in part for name in signs]
+            if all(name in by_name for name in names):
                 name = row.task, row.metric, row.aggregation
                 by_metric[name][index, contrast, group] = trainings
-    answers: dict[EffectKey, Effect | Missing] = {}
+            elif (
+                contrast == "damages" and not seeds and row.aggregation not in ("", *TESTABLE)
+                and all((row.task, m) in comparison.records[cell].by_name() for cell, m in names)
+            ):  # fmt: skip
+                answers[index, contrast, group] = untestable(row.aggregation)
     for (task, _, aggregation), contrasts in by_metric.items():
         if seeds:
             for key, trainings in contrasts.items():

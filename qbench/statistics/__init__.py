@@ -12,6 +12,7 @@ from qbench.statistics.effect import (
     effect,
     effects,
     samples_needed,
+    untestable,
 )
 from qbench.statistics.panel import KL_MEAN, LOG_MEAN, Column, Panel, joined
 from qbench.statistics.seeds import Trainings, over_seeds, over_trainings

@@ -133,6 +133,11 @@ class Missing:
 Answer = Effect | Missing
 
 
+def untestable(aggregation: str) -> Missing:
+    """Return the answer for scores with an ``aggregation`` that is not in TESTABLE."""
+    return Missing(reason=f"no test is known for scores that are aggregated as {aggregation}")
+
+
 def effects(
     columns: Mapping[object, Column], contrasts: Sequence[Signs], aggregation: str
 ) -> list[Answer]:
@@ -174,13 +179,10 @@ def effect(panel: Panel, signs: Signs, aggregation: str) -> Answer:
 
 def _effects(panel: Panel, contrasts: Sequence[Signs], aggregation: str) -> list[Answer]:
     """Return the answers to ``contrasts``, many at a time, as ``effects``."""
-    reason = ""
     if aggregation not in TESTABLE:
-        reason = f"no test is known for scores that are aggregated as {aggregation}"
-    elif panel.documents < 2:
-        reason = "fewer than two documents are shared"
-    if reason:
-        return [Missing(reason=reason)] * len(contrasts)
+        return [untestable(aggregation)] * len(contrasts)
+    if panel.documents < 2:
+        return [Missing(reason="fewer than two documents are shared")] * len(contrasts)
     kl, aggregation = aggregation == KL_MEAN, LOG_MEAN if aggregation == KL_MEAN else aggregation
     weight = panel.weights.sum(axis=0)
     ratio = panel.values.sum(axis=0) / weight

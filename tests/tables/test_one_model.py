@@ -203,3 +203,13 @@ def test_a_copy_that_is_scored_alone_shows_its_scores(tmp_path):
     shown = summary(compare(store))
     assert re.search(r"\| hqq-4bit .*— \| +\d+\.\d\d \| +\d+\.\d\d \| +\d+\.\d\d \|", shown)
     assert "Word Perplexity): the score." in " ".join(shown.split())
+
+
+def test_a_score_of_all_documents_at_once_says_that_it_has_no_test(tmp_path):
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=("bf16", "hqq-4bit"))
+    for record in store.records():
+        bleu = record.scores[0].model_copy(update={"metric": "bleu", "aggregation": "bleu"})
+        scores = {"scores": (*record.scores, bleu)}
+        store.put(record.model_copy(update=scores), store.outcomes(record), None)
+    reason = "Bleu hqq-4bit of mine: no test is known for scores that are aggregated as bleu."
+    assert reason in render(compare(store))
