@@ -47,7 +47,7 @@ TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1
 
 def cache_folder() -> Path:
     """Return the cache's folder: $QBENCH_CACHE, else ~/.cache/qbench."""
-    return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
+    return Path(os.path.expanduser(os.environ.get("QBENCH_CACHE") or "~/.cache/qbench"))
 
 
 def short_path(path: str | Path) -> str:

@@ -18,6 +18,7 @@ from qbench.files import (
     PACKAGE,
     PART,
     SCORING,
+    cache_folder,
     clean_temporaries,
     digest,
     digest_of,
@@ -259,3 +260,10 @@ def test_a_read_only_file_or_folder_is_refused(tmp_path):
             require_writable(path)
     with pytest.raises(OutputError, match="Permission denied"):
         require_folder(folder)
+
+
+def test_the_cache_may_be_below_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value, folder in {"~/mine": tmp_path / "mine", "": tmp_path / ".cache" / "qbench"}.items():
+        monkeypatch.setenv("QBENCH_CACHE", value)
+        assert cache_folder() == folder

@@ -29,10 +29,11 @@ def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, mon
     assert [record.cell for record in records] == ["softpick/fp32", "softpick/rtn-4bit"]
     kept = tmp_path / "kept" / "one.yaml"
     (tmp_path / "results").rename(tmp_path / "all results")
-    assert qbench("run", kept, "--out", "all results/softpick", "--device", "cpu") == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert qbench("run", kept, "--out=~/all results/softpick", "--device", "cpu") == 0
     said = capfd.readouterr().err
     assert said.count("already finished") == 2
-    assert "All of it: qbench view 'all results/softpick'\n" in said
+    assert f"All of it: qbench view '{tmp_path}/all results/softpick'\n" in said
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def _path(text: str) -> Path:
     if not text:
         raise OutputError("an empty path: name a file or folder to write, or leave the option out")
-    return Path(text)
+    return Path(os.path.expanduser(text))  # the shell leaves the ~ of --out=~/results
 
 
 def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
