@@ -294,3 +294,14 @@ def test_batches_are_joined_where_no_token_changes_another(name, changes, joined
     assert isinstance(scorer(model, "exact").exact.forward, JoinedForward) == joined
     one_scale = scorer(model, "exact", shares_scales=True)
     assert not isinstance(one_scale.exact.forward, JoinedForward)
+
+
+def test_batches_of_a_matrix_that_takes_no_rows_alone_are_not_joined():
+    class Grouped(torch.nn.Linear):
+        def forward(self, x):
+            batch, length, width = x.shape
+            return super().forward(x).view(batch, length, width)
+
+    model = llama(attention="qbench-softmax-reference")
+    model.model.layers[0].self_attn.q_proj.__class__ = Grouped
+    assert not isinstance(scorer(model, "exact").exact.forward, JoinedForward)

@@ -680,12 +680,13 @@ class Pack:
 def _common(tokens: np.ndarray, begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Return how many ``tokens`` each input has in common with the one before it, from its first on
     [I]; 0 for the first. ``begins``, ``sizes`` [I]: where it begins in ``tokens``, its length."""
-    both = np.minimum(sizes[1:], sizes[:-1])
-    position = _ranges(np.zeros_like(both), both)
-    before, after = (tokens[position + np.repeat(at, both)] for at in (begins[:-1], begins[1:]))
-    alike = np.where(before == after, np.repeat(both, both), position)
-    pairs = np.cumsum(both) - both
-    return np.concatenate(([0], np.minimum.reduceat(alike, pairs) if len(both) else pairs))
+    common = [0]
+    both, begins = np.minimum(sizes[1:], sizes[:-1]).tolist(), begins.tolist()
+    for (before, after), most in zip(itertools.pairwise(begins), both, strict=True):
+        off = tokens[before : before + most] != tokens[after : after + most]
+        first = int(off.argmax())
+        common.append(first if off[first] else most)
+    return np.asarray(common)
 
 
 def _segments(sizes: np.ndarray, common: np.ndarray) -> tuple[np.ndarray, ...]:

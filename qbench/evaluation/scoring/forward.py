@@ -1,8 +1,8 @@
 """Run a batch through a model: the decoder over padded sequences, or over packs, to hidden states;
 then the LM head, for the rows that are scored alone, to log-likelihoods of requests.
 
-In a pack every prefix and suffix is a sequence of its own with its own keys, for attention that
-takes ``cu_seqlens`` with fewer queries than keys, as all of ours does.
+In a pack every segment is a sequence of its own, whose keys are those of all that comes before it
+too, for attention that takes ``cu_seqlens`` with fewer queries than keys, as all of ours does.
 
 A matrix product adds up in an order that depends on its number of rows and on a row's index in it:
 CPU libraries give a thread's last few rows to another kernel. Which sizes that concerns differs by
@@ -321,7 +321,10 @@ def joined_forward(
         or any(p.dim() > 1 for m in rest for p in m.parameters(recurse=False))
     ):
         return None
-    needed = [least_rows(matrix, model.dtype) for matrix in kinds.values()]
+    try:
+        needed = [least_rows(matrix, model.dtype) for matrix in kinds.values()]
+    except Exception:  # a class may not take rows alone, or of this dtype
+        return None
     if None in needed:
         return None
     least, none, taken = max(product.rows + 1, *needed), np.zeros(0, dtype=np.int64), list[int]()

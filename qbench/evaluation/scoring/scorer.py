@@ -2,7 +2,7 @@
 top to bottom.
 
 1. ``start``, whose answers may be waited for later, turns text into ``Requests`` of token ids;
-2. ``_queue`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
+2. ``_queue`` plans batches of them (``batching``: HFLM's own, or packs that share beginnings);
 3. ``_run`` collates one batch, or those that go through a streamed model together
    (``qbench.streaming``), and splits what does not fit the device. Of its hidden states, those
    that are scored become log-probabilities (``forward``);
@@ -190,8 +190,8 @@ class Backend:
     ``exact`` gives HFLM's scores to the bit, without the work that does not change them: LM head
     and log-softmax of rows that are not scored, the KV cache, a [B, L, V] tensor, and for each
     request a tokenizer call and two waits for the device. Else batches are as large as the device's
-    memory suggests. If the model takes packs, shared prefixes are computed once and nothing is
-    padded. Batch-mates change rounding only, unless a quantizer's scales are shared by a batch.
+    memory suggests. If the model takes packs, shared beginnings are computed once and nothing
+    is padded. Batch-mates change rounding only, unless a quantizer's scales are shared by a batch.
     """
 
     batching: Padding | Packing
