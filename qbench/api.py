@@ -77,7 +77,7 @@ def evaluate(
     if line := added_column(recipe, given):
         print(line, file=sys.stderr)
     planned = plan(recipe, device=device or "auto")
-    out = Path(out) if out is not None else Path("results") / recipe.name
+    out = Path(out).expanduser() if out is not None else Path("results") / recipe.name
     run(planned, out)
     store = Store(out, manifest=planned.manifest())
     return Results(compare_store(store), store)
@@ -112,11 +112,12 @@ def run(
     "failed". Raises RecipeError for a glob without a match, OutputError if ``out`` cannot be
     written.
     """
-    require_folder(Path(out), "run: out")
+    out = Path(out).expanduser()
+    require_folder(out, "run: out")
     cells = planned.select(only)
     with terminal() as screen, Display(screen, len(cells)) as display:
         return run_cells(
-            planned, out=Path(out), cells=cells, executor=executor, progress=display, force=force
+            planned, out=out, cells=cells, executor=executor, progress=display, force=force
         )
 
 

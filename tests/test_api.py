@@ -67,12 +67,14 @@ def test_a_recipe_is_planned_run_compared_and_loaded_as_a_table(tmp_path, capfd)
     assert one["value"].item() == next(s.value for s in records[0].scores if s.metric == "acc")
 
 
-def test_a_model_is_evaluated_in_one_call(tmp_path, capfd):
+def test_a_model_is_evaluated_in_one_call(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     found = api.evaluate(
         DEMO / "softpick", "rtn-4bit,kv4", "demo_choice", dtype="float32",
         data=DEMO / "data", definitions=DEMO / "tasks", limit=20,
-        out=tmp_path / "out", device="cpu",
+        out="~/out", device="cpu",
     )  # fmt: skip
+    assert (tmp_path / "out" / "grid.json").exists()
     assert "fp32 is added: damage is measured" in capfd.readouterr().err
     assert found.verdict.startswith("Nearest to fp32: ")
     assert repr(found).startswith(
