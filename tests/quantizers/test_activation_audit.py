@@ -8,7 +8,8 @@ from quantizer_models import calibration, check, llama, make, parse
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import activation_inputs, config_of, fake_quant
-from qbench.quantizers.config import QuantizationConfig, settings
+from qbench.quantizers.audit.activations import Rounding
+from qbench.quantizers.config import ActivationEvidence, QuantizationConfig, settings
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.methods.input_formats import RoundedInputs
 
@@ -55,6 +56,14 @@ def test_inputs_of_zeros_pass(name, folder):
         model.get_submodule(f"model.layers.0.{layer}").weight.data.zero_()
     report = check(make(chosen, folder, model=copy.deepcopy(model)), chosen, model)
     assert report.problems == ()
+
+
+@pytest.mark.parametrize("name", ["int8-token", "fp8-row", "int8-tensor"])
+def test_a_call_without_values_is_no_measurement(name):
+    """As of an expert that no token of the text is sent to."""
+    rounding = Rounding(ActivationEvidence(format=of(name).activations.format, fixed=None), "values")
+    rounding.add(torch.empty(0, 64), torch.empty(0, 64))
+    assert (rounding.count, rounding.levels, rounding.problems) == (0, 0, [])
 
 
 def test_a_hook_that_is_gone_is_caught_by_what_the_product_takes_in(folder):

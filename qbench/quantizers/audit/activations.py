@@ -103,6 +103,8 @@ class Rounding:
     def add(self, before: Tensor, after: Tensor) -> None:
         """Compare values ``before`` and ``after`` rounding, both [..., n], with the definition; add
         what is found to the sums and the problems."""
+        if not before.numel():  # of an expert that no token is sent to
+            return
         rounded = groups_of(after, self.about)
         self.levels = max(self.levels, int(levels(rounded)))
         rounded = rounded.double()
