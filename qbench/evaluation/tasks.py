@@ -84,6 +84,7 @@ def _named_data(definition: Mapping[str, Any]) -> list[Path]:
     if not isinstance(source, str) or not (source in LOCAL_FORMATS or Path(source).exists()):
         return []
     folder = Path("" if source in LOCAL_FORMATS else source, kwargs.get("data_dir") or "")
+    folder = folder.expanduser()  # as datasets does for data_dir
     todo, found = [kwargs.get("data_files") or ("**" if folder.parts else [])], set[str]()
     while todo:
         value = todo.pop()

@@ -138,9 +138,11 @@ def test_what_was_edited_after_planning_is_refused(tmp_path, edit):
 
 
 @pytest.mark.parametrize("named", ["data_files", "data_dir", "dataset_path"])
-def test_local_data_that_the_definition_names_are_part_of_its_digest(tmp_path, named):
+def test_local_data_that_the_definition_names_are_part_of_its_digest(tmp_path, named, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = write(tmp_path, "data", "test", [{"question": "a", "answer": "b"}])
-    kwargs = {"data_files": {"test": [str(path)]}, "data_dir": str(path.parent)}.get(named)
+    home = f"~/{path.parent.relative_to(tmp_path)}"
+    kwargs = {"data_files": {"test": [str(path)]}, "data_dir": home}.get(named)
     text = MINE.replace("!function code.target", "answer")
     if kwargs is None:
         text = text.replace("dataset_path: json", f"dataset_path: {path.parent}")
