@@ -61,7 +61,8 @@ def test_inputs_of_zeros_pass(name, folder):
 @pytest.mark.parametrize("name", ["int8-token", "fp8-row", "int8-tensor"])
 def test_a_call_without_values_is_no_measurement(name):
     """As of an expert that no token of the text is sent to."""
-    rounding = Rounding(ActivationEvidence(format=of(name).activations.format, fixed=None), "values")
+    evidence = ActivationEvidence(format=of(name).activations.format, fixed=None)
+    rounding = Rounding(evidence, "values")
     rounding.add(torch.empty(0, 64), torch.empty(0, 64))
     assert (rounding.count, rounding.levels, rounding.problems) == (0, 0, [])
 
