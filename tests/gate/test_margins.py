@@ -124,6 +124,13 @@ def test_a_broken_quantizer_does_not_widen_its_own_margin(tmp_path, good, standa
     assert before == after
 
 
+@pytest.mark.parametrize("name", ["ter", "ter [first]"])
+def test_a_margin_is_given_with_the_filter_or_without(name):
+    ter, given = score("ter [first]", "ter", 60), {name: 2.0}
+    verdict.require_known(given, [ter])
+    assert verdict.margin_of(ter, column(np.arange(60.0)), given, lines=1).given
+
+
 # Margins of answers: KL along them, their length both ways, and what drawing adds.
 
 
