@@ -174,6 +174,16 @@ def test_the_server_answers_at_its_own_address_alone(serve, folder):
     assert json.loads(text) == {"folders": [{"name": "<b>&grid"}]}
 
 
+def test_a_record_that_is_written_changes_the_state_of_its_folder(
+    serve, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(data, "compare", lambda _: None)
+    running = serve(shutil.copytree(folder, tmp_path / "run"))
+    ((before, _),) = running.payload("state")
+    next(tmp_path.glob("run/records/*/*/*.json")).touch()
+    assert running.payload("state")[0][0] != before
+
+
 def test_a_comparison_keeps_no_process_that_ends(folder, monkeypatch):
     begun, ended = threading.Event(), threading.Event()
     monkeypatch.setattr(data, "compare", lambda _: begun.set() or ended.wait(60))
