@@ -5,10 +5,10 @@ Scores depend on the order, padding and grouping of padded batches. Several may 
 model as one (``join``): attention sees each in its own shape, all else takes each token once, also
 those of a beginning that texts share. Packs have about the same number of tokens each.
 
-A *pack* is one row of the tokens of many inputs, in lexicographic order. A beginning that several
-inputs share stands there once: few-shot examples, a context, the first words of two choices. The
-row is cut into *segments* where inputs part. A segment attends to what comes before it in its
-inputs and to itself, and its positions go on from there::
+A *pack* is one row of the tokens of many inputs, sorted by length, roughly, then by their tokens. A
+beginning that several neighbours share stands there once: few-shot examples, a context, the first
+words of two choices. The row is cut into *segments* where inputs part. A segment attends to what
+comes before it in its inputs and to itself, and its positions go on from there::
 
     Question: … Answer:      positions 0 … n−1
       the heart              positions n …
@@ -571,7 +571,8 @@ class Packing:
     batch_tokens: int
 
     def plan(self, requests: Requests) -> list[Pack]:
-        """Return packs of ``requests``."""
+        """Return packs of ``requests``: the inputs of the longest contexts first, in steps of a
+        factor of two, in lexicographic order within a step."""
         whole = requests.lengths - 1
         sizes = np.minimum(whole, self.max_length)
         begins = requests.starts + whole - sizes
@@ -605,7 +606,7 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """I distinct inputs in lexicographic order: ``begins`` [I] is where their tokens begin in those
+    """I inputs as ``Packing.plan`` orders them: ``begins`` [I] is where their tokens begin in those
     of all requests, ``sizes`` [I] how many they are, ``common`` [I] how many of them the input
     before has too and are shared. ``request_indices`` [R] are ordered by their input, ``inputs``
     [R]."""
