@@ -28,7 +28,8 @@ TEXTS = (
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder; no remote code runs. Raises CheckpointError if it fails."""
+    """Return a checkpoint's tokenizer. No remote code runs. Raises CheckpointError if transformers
+    cannot load it."""
     try:
         ours = fla.recognizes(checkpoint.config)
         if ours and (checkpoint.folder / "tokenizer.json").is_file():

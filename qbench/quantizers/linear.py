@@ -167,9 +167,9 @@ def kept_weight(
         if weight.device.type != "cuda":
             room = memory_gib("cpu") > FREE_GIB
         else:  # while a graph is captured, the weight lies in the graph's memory
-            capturing = torch.cuda.is_current_stream_capturing()
-            total = torch.cuda.mem_get_info(weight.device)[1]
-            room = not capturing and free_gpu_bytes(weight.device) > total / 2
+            room = not torch.cuda.is_current_stream_capturing() and (
+                free_gpu_bytes(weight.device) > torch.cuda.mem_get_info(weight.device)[1] / 2
+            )
         setattr(module, KEPT_WEIGHT, (weight, now) if room else (None, ()))
     return weight
 

@@ -148,7 +148,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Return the SHA-256 over names and contents of ``tokenizer_files``. Raises as it does."""
+    """Return the SHA-256 over names and contents of ``tokenizer_files``, which raises DataError."""
     total = hashlib.sha256()
     for path in tokenizer_files(folder):
         total.update(f"{path.name} {file_digest(path)}\n".encode())

@@ -64,7 +64,7 @@ class SmoothQuant(Settings):
 class Rotation(Settings):
     """Rotates the residual stream by a Hadamard matrix with random signs. Norms' weights go into
     the layers after them; embeddings, linear layers and LM head are rotated offline. The paper's
-    Hadamard across heads before o_proj is left out: its values are rotated within heads."""
+    Hadamard across heads before o_proj is left out: o_proj's input is rotated within heads."""
 
     kind: ClassVar = "transform"
     backend: ClassVar[str] = "rotation"
