@@ -149,7 +149,7 @@ NOISE = {
 }
 
 
-@pytest.mark.parametrize("first", [4, 32])
+@pytest.mark.parametrize("first", [8, 32])
 @pytest.mark.parametrize(
     "noise", [pytest.param(n, marks=[pytest.mark.slow] * (n == "normal")) for n in NOISE]
 )
@@ -157,7 +157,7 @@ NOISE = {
     ("by_bias", "scatter", "bias", "passing", "documents"),
     [
         (False, 0.03, 0.0, (1, 1), 100),
-        (False, 0.03, 0.025, (0, 0.03), 1000),
+        (False, 0.03, 0.025, (0, 0.04), 1000),
         (False, 0.03, 0.045, (0, 0.001), 1000),
         (True, 0.4, 0.0, (1, 1), 450),  # as 4-bit activations in blocks scatter
         (True, 0.4, 0.12, (0, 0.03), 1000),
@@ -170,14 +170,14 @@ def test_samples_grow_until_a_bias_is_found_and_no_task_fails_by_chance(
     noise, first, by_bias, scatter, bias, passing, documents
 ):
     """300 tasks of 1,000 documents, sampled from ``first`` on, ``documents`` of them at most on
-    average. Four show less of a skewed distribution, and none says that a task is too far.
+    average. Fewer than 32 never say that a task is too far.
     Where rounding is amplified, ``bias`` is what another batching does not remove; the mean over
     all documents differs from it by chance."""
     rng, passed, scored = np.random.default_rng(0), 0, 0
     for _ in range(300):
         off = NOISE[noise](rng, 1000)
         off = bias + scatter * (off if by_bias else (off - off.mean()) / off.std())
-        for count in (4, 8, 16, 32, 64, 128, 256, 512, 1000)[0 if first == 4 else 3 :]:
+        for count in (8, 16, 32, 64, 128, 256, 512, 1000)[0 if first == 8 else 2 :]:
             error = off[:count].std(ddof=1) / count**0.5
             one = sample(
                 documents=count, population=1000, bias_per_token=float(off[:count].mean()),
@@ -189,8 +189,6 @@ def test_samples_grow_until_a_bias_is_found_and_no_task_fails_by_chance(
         passed += violation is None
         scored += count
     least, most = passing
-    if (first, noise, most) == (4, "skewed", 0.03):
-        most = 0.07
     assert least <= passed / 300 <= most
     assert scored / 300 <= documents
 
