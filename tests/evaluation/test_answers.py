@@ -5,12 +5,13 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scoring_models import evaluate, llama, scorer, settings, text, tokenizer
 from test_kl import quantized_like
 
-from qbench.comparison.answers import classes
+from qbench.comparison.answers import answer_damage, classes
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.answers import answer
 from qbench.evaluation.evaluate import load_task
@@ -19,6 +20,7 @@ from qbench.evaluation.scoring.generate import Prompt, add_noise, decode, decode
 from qbench.evaluation.settings import AnswerSettings
 from qbench.evaluation.tasks import Row, plan_answers, plan_task, prompt_fields
 from qbench.metrics import VARIANCE, variance_name
+from qbench.records import ANSWERS
 
 CHAT = {"tokenizer": tokenizer(), "ends": frozenset({1})}
 CHECKED = {"max_length": 96, "add_bos": False}
@@ -158,6 +160,18 @@ filter_list:
 - {name: FILTER, filter: [{function: FILTER}, {function: take_first}]}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
+
+
+def test_positions_of_tokens_have_five_ranges():
+    places = [0, 1, 15, 16, 63, 64, 255, 256, 900]
+    table = pd.DataFrame({"document": 0, "sample": 0, "text": "a", "position": places,
+                          "kl": places, "agrees": True})  # fmt: skip
+    metrics = {"metric": ["agreed_tokens", "length"], "value": 9.0}
+    outcomes = pd.DataFrame({"task": ANSWERS, "document": 0, **metrics})
+    store = SimpleNamespace(answers=lambda _: table, outcomes=lambda _: outcomes)
+    ranges = answer_damage(store, "cell", "unquantized").by_position
+    means = {"1": 0, "2–16": 8, "17–64": 39.5, "65–256": 159.5, "257–": 578}
+    assert {name: each.kl for name, each in ranges.items()} == means
 
 
 @pytest.mark.parametrize(
