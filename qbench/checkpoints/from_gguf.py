@@ -94,7 +94,8 @@ def main(file: Path, folder: Path) -> None:
     try:
         fields = gguf.GGUFReader(str(file)).fields  # before torch is imported
     except (OSError, ValueError, LookupError, OverflowError) as error:
-        print(f"it is not a complete GGUF file ({error}); fetch it again", file=sys.stderr)
+        remedy = "fetch it again, or one of a newer GGUF version"
+        print(f"it is not a complete GGUF file ({error}); {remedy}", file=sys.stderr)
         sys.exit(UNREADABLE)
     import torch
 
