@@ -85,14 +85,14 @@ def _named_data(definition: Mapping[str, Any]) -> list[Path]:
         return []
     folder = Path("" if source in LOCAL_FORMATS else source, kwargs.get("data_dir") or "")
     folder = folder.expanduser()  # as datasets does for data_dir
-    todo, found = [kwargs.get("data_files") or ("**" if folder.parts else [])], set[str]()
-    while todo:
-        value = todo.pop()
+    entries, names = [kwargs.get("data_files") or ("**" if folder.parts else [])], set[str]()
+    while entries:
+        value = entries.pop()
         if isinstance(value, str):
-            found.update(glob.glob(str(folder / value), recursive=True))
+            names.update(glob.glob(str(folder / value), recursive=True))
         elif isinstance(value, dict | list):
-            todo += value.values() if isinstance(value, dict) else value
-    return [path for path in map(Path, sorted(found)) if path.is_file()]
+            entries += value.values() if isinstance(value, dict) else value
+    return [path for path in map(Path, sorted(names)) if path.is_file()]
 
 
 def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
